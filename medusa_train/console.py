@@ -176,3 +176,25 @@ def human_seconds(s: float) -> str:
     if minutes < 60:
         return f"{minutes} min {seconds:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+@contextmanager
+def waiting(description: str) -> Iterator[None]:
+    """For work of unknown length without steps (loading, converting): shows that it goes on, and how long it took."""
+    if console().is_terminal:
+        with console().status(description):
+            yield
+        return
+    stop, started = threading.Event(), time.monotonic()
+
+    def lines() -> None:
+        while not stop.wait(PLAIN_LINE_EVERY_S):
+            say(f"{description}: {human_seconds(time.monotonic() - started)} so far")
+
+    ticker = threading.Thread(target=lines, daemon=True)
+    ticker.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        ticker.join()

@@ -95,7 +95,7 @@ def command_line() -> str:
 
 
 def user_cache() -> Path:
-    """The folder for what can be made again (converted models, hashes): $MEDUSA_TRAIN_CACHE or ~/.cache/medusa-train."""
+    """Where what can be made again is kept (converted models, hashes): $MEDUSA_TRAIN_CACHE or ~/.cache/medusa-train."""
     explicit = os.environ.get("MEDUSA_TRAIN_CACHE")
     if explicit:
         return Path(explicit)

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# FastChat's `vicuna_v1.1` conversation, byte for byte: system text, then "USER: ..." and "ASSISTANT: ..." turns, a space
-# after a user turn, "</s>" after an assistant turn. FastChat renders no BOS itself; its tokenizer adds the one.
+# FastChat's `vicuna_v1.1` conversation, byte for byte: system text, then "USER: ..." and "ASSISTANT: ..." turns, a
+# space after a user turn, "</s>" after an assistant turn. FastChat renders no BOS itself; its tokenizer adds the one.
 VICUNA_V1_1 = (
     "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}"
     "{% set turns = messages[1:] %}"
-    "{% else %}{% set system = \"A chat between a curious user and an artificial intelligence assistant. "
+    '{% else %}{% set system = "A chat between a curious user and an artificial intelligence assistant. '
     "The assistant gives helpful, detailed, and polite answers to the user's questions.\" %}"
     "{% set turns = messages %}{% endif %}"
     "{{ system + ' ' }}"

@@ -64,9 +64,7 @@ class HeadsConfig:
                 allowed="a number with `reduced`, nothing with `own` and `shared`",
             )
         if self.reduced_vocab_size is not None and not 0 < self.reduced_vocab_size <= self.vocab_size:
-            raise UserError(
-                f"reduced_vocab_size is {self.reduced_vocab_size}", allowed=f"1..{self.vocab_size}"
-            )
+            raise UserError(f"reduced_vocab_size is {self.reduced_vocab_size}", allowed=f"1..{self.vocab_size}")
         if self.contract == "shared" and self.projection_bias:
             raise UserError("shared heads have no projection of their own, so no projection bias either")
 
@@ -85,9 +83,7 @@ class HeadsConfig:
         blocks = self.medusa_num_heads * self.medusa_num_layers * (self.hidden_size**2 + self.hidden_size)
         if self.contract == "shared":
             return blocks
-        return blocks + self.medusa_num_heads * self.projection_rows * (
-            self.hidden_size + int(self.projection_bias)
-        )
+        return blocks + self.medusa_num_heads * self.projection_rows * (self.hidden_size + int(self.projection_bias))
 
     def to_dict(self) -> dict[str, Any]:
         """A plain dict, for JSON."""
@@ -150,7 +146,7 @@ class MedusaHeads(nn.Module):
         return self.project(self.features(hidden_MD, head), head, projection)
 
     def project(self, features_MD: Tensor, head: int, projection: OutputProjection) -> Tensor:
-        """Features to logits, through the head's own projection or the backbone's; scale and soft-cap as the backbone's."""
+        """Features to logits through the head's own projection or the backbone's; then its scale and soft-cap."""
         if self.projections is None:
             return projection(features_MD)
         return projection.finish(self.projections[head](features_MD))
@@ -219,19 +215,15 @@ def new_heads(
 
 def _check_token_map(token_map: Tensor, config: HeadsConfig) -> None:
     if token_map.shape != (config.projection_rows,):
-        raise UserError(
-            f"token map of shape {tuple(token_map.shape)}", allowed=f"({config.projection_rows},)"
-        )
+        raise UserError(f"token map of shape {tuple(token_map.shape)}", allowed=f"({config.projection_rows},)")
     if token_map.min() < 0 or token_map.max() >= config.vocab_size:
-        raise UserError(
-            "token map names tokens outside the vocabulary", allowed=f"0..{config.vocab_size - 1}"
-        )
+        raise UserError("token map names tokens outside the vocabulary", allowed=f"0..{config.vocab_size - 1}")
     if token_map.unique().numel() != token_map.numel():
         raise UserError("token map names a token twice")
 
 
 def dense_projection(projection: OutputProjection) -> tuple[Tensor, Tensor | None]:
-    """(weight_VD, bias_V or None) of the backbone's projection as plain floating-point tensors, dequantized if need be."""
+    """(weight_VD, bias_V or None) of the backbone's projection as floating-point tensors, dequantized if need be."""
     weight = projection.weight
     if not weight.dtype.is_floating_point or getattr(weight, "quant_state", None) is not None:
         # A quantized lm_head gives its rows back exactly through its own forward on the unit vectors.

@@ -39,9 +39,7 @@ def attention_windows(model: nn.Module) -> dict[str, int | None]:
 
 def additive(allowed: Tensor, dtype: torch.dtype) -> Tensor:
     """0 where allowed, the dtype's lowest finite value elsewhere (same shape)."""
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(
-        ~allowed, torch.finfo(dtype).min
-    )
+    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, torch.finfo(dtype).min)
 
 
 def per_layer_type(
