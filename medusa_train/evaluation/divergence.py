@@ -1,0 +1,95 @@
+"""Where a greedy arm leaves plain greedy decoding's text, and whether rounding can explain it.
+
+In fp32 nothing explains it: a divergence is a failure. In bf16 and fp16 the two arms multiply the same numbers in
+matrices of other heights, sums are rounded in another order, and two candidates whose logits nearly tie can change
+places. A divergence is a near-tie when BOTH tokens stand within `NEAR_TIE_ULPS` units in the last place of the highest
+logit, recomputed by one forward over the whole text; anything wider is a failure.
+
+Why 4: each of the two logits is itself rounded to the format in each of the two arms, half a unit each, so that the
+difference of two logits moves by up to 2 units from that last rounding alone; as much again is granted to the rounding
+of the hidden states underneath.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+NEAR_TIE_ULPS = 4
+# Stored bits of the significand: one unit in the last place of x is 2**(floor(log2 |x|) - bits).
+SIGNIFICAND_BITS = {"bfloat16": 7, "float16": 10}
+
+# token ids of the whole text so far -> the logits of the next token, as a sequence of floats
+NextLogits = Callable[[Sequence[int]], Sequence[float]]
+
+
+def bound_rule(dtype: str) -> str:
+    """The rule in words, for the report."""
+    if dtype not in SIGNIFICAND_BITS:
+        return f"{dtype}: every divergence is a failure"
+    bits = SIGNIFICAND_BITS[dtype]
+    return (
+        f"{dtype}: a divergence is a near-tie when both tokens' logits lie within {NEAR_TIE_ULPS} units in the last "
+        f"place of the highest logit (one unit is {2.0 ** (4 - bits):g} for logits of 16 to 32), else it is a failure. "
+        "The last rounding of two logits in two arms alone moves their difference by up to 2 units; as much again is "
+        "granted to the hidden states underneath"
+    )
+
+
+def ulp(value: float, dtype: str) -> float:
+    """One unit in the last place of `value` in a 16-bit format."""
+    return 2.0 ** (math.floor(math.log2(max(abs(value), 1e-6))) - SIGNIFICAND_BITS[dtype])
+
+
+def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
+    """The first index where the two differ, one ending early included; None where they are equal."""
+    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(plain) == len(other) else min(len(plain), len(other))
+
+
+def judge(
+    prompt_ids: Sequence[int],
+    plain: Sequence[int],
+    other: Sequence[int],
+    *,
+    dtype: str,
+    next_logits: NextLogits,
+    detokenize: Callable[[Sequence[int]], str],
+) -> dict[str, Any] | None:
+    """The divergence of `other` from `plain` after the same prompt, judged; None where the ids are equal.
+
+    Returns:
+        The fields of `schema.Divergence` but prompt_id and turn.
+    """
+    place = first_divergence(plain, other)
+    if place is None:
+        return None
+    found: dict[str, Any] = {
+        "position": place,
+        "plain_token": plain[place] if place < len(plain) else -1,
+        "plain_text": detokenize(plain[place : place + 1]),
+        "arm_token": other[place] if place < len(other) else None,
+        "arm_text": detokenize(other[place : place + 1]) if place < len(other) else None,
+        "plain_logit": None,
+        "arm_logit": None,
+        "top_logit": None,
+        "bound": None,
+        "verdict": "failure",
+    }
+    if place >= len(plain) or place >= len(other):
+        return {**found, "reason": "same tokens, but one of the two stopped earlier"}
+    logits = next_logits([*prompt_ids, *plain[:place]])
+    top = float(max(logits))
+    found["plain_logit"], found["arm_logit"] = float(logits[plain[place]]), float(logits[other[place]])
+    found["top_logit"] = top
+    if dtype not in SIGNIFICAND_BITS:
+        return {**found, "reason": f"{dtype} arms must agree token for token"}
+    found["bound"] = NEAR_TIE_ULPS * ulp(top, dtype)
+    gap = top - min(found["plain_logit"], found["arm_logit"])
+    near = gap <= found["bound"]
+    found["verdict"] = "near-tie" if near else "failure"
+    found["reason"] = f"{gap:.4g} below the highest logit, bound {found['bound']:.4g}"
+    return found

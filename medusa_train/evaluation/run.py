@@ -1,0 +1,270 @@
+"""Decodes a suite's prompts with every arm, interleaved prompt by prompt, and turns the records into a report.
+
+Both arms of a comparison see the same prompt within the same minute of the same process, warmed up, and take turns in
+going first, so that a machine that slows down slows both.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from medusa_train.console import progress, say
+from medusa_train.errors import UserError
+from medusa_train.evaluation.divergence import NextLogits, judge
+from medusa_train.evaluation.journal import Journal
+from medusa_train.evaluation.records import AnswerRecord, PromptRecord, TurnRecord
+from medusa_train.evaluation.schema import AcceptanceReport, Mode
+from medusa_train.evaluation.suites import Suite, SuitePrompt
+
+WARMUP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class TreeInfo:
+    """A tree as the report shows it; `probability[i]` is the search's prediction for `paths[i]`, where there is one."""
+
+    name: str
+    paths: tuple[tuple[int, ...], ...]
+    method: str | None = None
+    probability: tuple[float, ...] | None = None
+    expected_tokens_per_round: float | None = None
+
+
+@dataclass(frozen=True)
+class ArmInfo:
+    """One checkpoint with one tree in one mode; `checkpoint_hash` covers every file of the checkpoint."""
+
+    name: str
+    checkpoint: str
+    checkpoint_hash: str
+    mode: Mode
+    heads: int
+    tree: TreeInfo
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """One backbone and the arms that run on it."""
+
+    base: str
+    base_fingerprint: str
+    checkpoint: str
+    dtype: str
+    device: str
+    arms: tuple[ArmInfo, ...]
+
+
+# prompt ids -> answer; the second argument is the most tokens to generate, the third seeds sampling
+Decoder = Callable[[Sequence[int], int, int], AnswerRecord]
+
+
+@dataclass(frozen=True)
+class OpenedGroup:
+    """A loaded backbone with everything needed to decode: no file is read and no name looked up after this.
+
+    Attributes:
+        render: (role, content) messages ending in a user turn -> prompt ids.
+        detokenize: ids -> text, special tokens kept.
+        answer_text: ids -> text as the next turn's history, special tokens dropped.
+        plain: plain decoders by law: "greedy" (the baseline of greedy and typical arms) and "sample"; empty for none.
+        generate: transformers' own greedy generate, where asked for.
+        arms: one decoder per entry of info.arms.
+        context_length: most positions the model takes, None for no limit.
+    """
+
+    info: GroupInfo
+    render: Callable[[Sequence[tuple[str, str]]], list[int]]
+    detokenize: Callable[[Sequence[int]], str]
+    answer_text: Callable[[Sequence[int]], str]
+    next_logits: NextLogits
+    plain: dict[str, Decoder]
+    generate: Decoder | None
+    arms: tuple[Decoder, ...]
+    context_length: int | None = None
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """What to decode and how to summarise it. Sampling settings belong to the arms' modes."""
+
+    max_new_tokens: int = 96
+    all_turns: bool = False
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    typical_eps: float = 0.09
+    typical_alpha: float = 0.3
+    seed: int = 0
+    bootstrap_resamples: int = 2000
+    available_prompts: int | None = field(default=None)
+
+
+def run_acceptance(
+    groups: Iterable[OpenedGroup], suite: Suite, options: RunOptions, out: Path, *, command: str = ""
+) -> tuple[AcceptanceReport, list[tuple[GroupInfo, list[PromptRecord]]]]:
+    """Measures every group on every prompt of `suite` and returns the report with the records behind it.
+
+    Finished prompts are kept in a journal inside `out`; running again with the same settings continues there.
+
+    Args:
+        groups: backbones with their arms, opened one after another (a generator keeps one in memory at a time).
+        suite: prompts; already cut to the number wanted.
+        out: folder for the journal.
+
+    Raises:
+        UserError: no prompt of the suite could be decoded, or the journal cannot be read.
+    """
+    from medusa_train.evaluation.summarise import summarise
+
+    measured: list[tuple[GroupInfo, list[PromptRecord]]] = []
+    hashes: list[str] = []
+    for group in groups:
+        journal = Journal(out, _settings(group, suite, options))
+        hashes.append(journal.hash)
+        measured.append((group.info, _measure(group, suite, options, journal)))
+    if not any(not record.skipped for _, records in measured for record in records):
+        raise UserError("no prompt of the suite fits into the model's context", where=suite.source)
+    peak, kind = _peak_memory(measured[0][0].device)
+    report = summarise(
+        measured,
+        suite,
+        options,
+        settings_hash="-".join(hashes),
+        peak_memory=(peak, kind),
+        command=command,
+    )
+    return report, measured
+
+
+def _settings(group: OpenedGroup, suite: Suite, options: RunOptions) -> dict[str, Any]:
+    """What decides the content of a prompt's record, and nothing else (not where the suite's file lies)."""
+    kept = asdict(options)
+    # More prompts or more resamples do not change what was measured on one prompt.
+    for name in ("bootstrap_resamples", "available_prompts"):
+        del kept[name]
+    return {
+        "group": asdict(group.info),
+        "suite_sha256": suite.sha256,
+        "options": kept,
+        "plain": sorted(group.plain),
+        "generate": group.generate is not None,
+    }
+
+
+def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Journal) -> list[PromptRecord]:
+    todo = [(index, prompt) for index, prompt in enumerate(suite.prompts) if prompt.id not in journal.records]
+    done = len(suite.prompts) - len(todo)
+    if done:
+        say(f"{done} of {len(suite.prompts)} prompts were measured before with these settings ({journal.path.name})")
+    if todo:
+        with progress(f"decoding {suite.name}", total=len(suite.prompts), unit="prompts") as bar:
+            bar.advance(done)
+            _warm_up(group, todo[0][1], options)
+            rounds = tokens = 0
+            for index, prompt in todo:
+                record = measure_prompt(group, prompt, options, index)
+                journal.append(record)
+                for turn in record.turns:
+                    rounds += len(turn.arms[0].rounds)
+                    tokens += len(turn.arms[0].token_ids)
+                bar.advance(1)
+                if rounds:
+                    bar.describe(f"decoding {suite.name}, {tokens / rounds:.2f} tokens per round")
+    return [journal.records[prompt.id] for prompt in suite.prompts]
+
+
+def _warm_up(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions) -> None:
+    """Runs every arm once, uncounted: first calls pay for thread pools, kernels and lazily built buffers."""
+    prompt_ids = group.render([*prompt.context, ("user", prompt.turns[0])])
+    if not _fits(group, prompt_ids):
+        return
+    for decoder in _decoders(group).values():
+        decoder(prompt_ids, min(WARMUP_TOKENS, options.max_new_tokens), options.seed)
+
+
+def _decoders(group: OpenedGroup) -> dict[tuple[str, str | int], Decoder]:
+    """Every decoder of a group under its key: ("plain", law), ("generate", "greedy"), ("arm", number)."""
+    found: dict[tuple[str, str | int], Decoder] = {("plain", law): d for law, d in group.plain.items()}
+    if group.generate is not None:
+        found["generate", "greedy"] = group.generate
+    return found | {("arm", number): decoder for number, decoder in enumerate(group.arms)}
+
+
+def _fits(group: OpenedGroup, prompt_ids: Sequence[int]) -> bool:
+    return group.context_length is None or len(prompt_ids) < group.context_length
+
+
+def measure_prompt(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions, index: int) -> PromptRecord:
+    """Decodes one prompt with every arm. Later turns follow the plain arm's answer (the first arm's without one), the
+    same history for all arms."""
+    messages = list(prompt.context)
+    turns: list[TurnRecord] = []
+    skipped = None
+    for number, text in enumerate(prompt.turns if options.all_turns else prompt.turns[:1]):
+        messages.append(("user", text))
+        prompt_ids = group.render(messages)
+        if not _fits(group, prompt_ids):
+            skipped = f"turn {number + 1} has {len(prompt_ids)} tokens, the model takes {group.context_length}"
+            break
+        # The seed follows the prompt, not its place, so that a record does not depend on how many prompts were taken.
+        seed = options.seed + zlib.crc32(f"{prompt.id}/{number}".encode())
+        turn = _measure_turn(group, prompt_ids, options, index, seed)
+        turns.append(turn)
+        leading = turn.plain.get("greedy") or turn.arms[0]
+        messages.append(("assistant", group.answer_text(leading.token_ids)))
+    return PromptRecord(prompt.id, prompt.category, tuple(turns), skipped)
+
+
+def _measure_turn(group: OpenedGroup, prompt_ids: list[int], options: RunOptions, index: int, seed: int) -> TurnRecord:
+    decoders = _decoders(group)
+    keys = list(decoders)
+    # Whoever goes first meets the colder caches: the arms take turns in that.
+    turned = keys[index % len(keys) :] + keys[: index % len(keys)]
+    answers = {key: decoders[key](prompt_ids, options.max_new_tokens, seed) for key in turned}
+    plain = {law: answers["plain", law] for law in group.plain}
+    arms = tuple(answers["arm", number] for number in range(len(group.arms)))
+    generate = answers.get(("generate", "greedy"))
+    return TurnRecord(
+        len(prompt_ids), plain, generate, arms, tuple(_divergences(group, prompt_ids, plain, generate, arms))
+    )
+
+
+def _divergences(
+    group: OpenedGroup,
+    prompt_ids: list[int],
+    plain: dict[str, AnswerRecord],
+    generate: AnswerRecord | None,
+    arms: Sequence[AnswerRecord],
+) -> Iterator[dict[str, Any]]:
+    """Every answer that promises plain greedy decoding's tokens and has others; arm -1 is `generate`."""
+    if "greedy" not in plain:
+        return
+    compared = [(n, answer) for n, answer in enumerate(arms) if group.info.arms[n].mode == "greedy"]
+    if generate is not None:
+        compared.append((-1, generate))
+    for number, answer in compared:
+        found = judge(
+            prompt_ids,
+            plain["greedy"].token_ids,
+            answer.token_ids,
+            dtype=group.info.dtype,
+            next_logits=group.next_logits,
+            detokenize=group.detokenize,
+        )
+        if found is not None:
+            yield {"arm": number, **found}
+
+
+def _peak_memory(device: str) -> tuple[int, str]:
+    torch = sys.modules.get("torch")
+    if device.startswith("cuda") and torch is not None:
+        return torch.cuda.max_memory_allocated(device), "accelerator memory allocated by torch, at its peak"
+    # Linux gives kibibytes, macOS bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "resident memory of the process, at its peak"
