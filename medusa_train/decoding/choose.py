@@ -1,0 +1,64 @@
+"""How a walk chooses tokens: the argmax or a sample of the processed law, batch row by batch row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.decoding.settings import DecodeSettings
+
+
+@dataclass(frozen=True)
+class Chooser:
+    """Chooses roots, and tokens along walks.
+
+    Attributes:
+        walks: the mode needs `walk_accept` (sampling, or a law that depends on the text so far).
+        processors: transformers logits processors, applied to float32 logits with the whole text so far.
+        generators: one per batch row, so that a row's text does not depend on its neighbours; None: argmax.
+        prompts: token ids of each row's prompt.
+    """
+
+    walks: bool
+    processors: Any
+    generators: tuple[torch.Generator, ...] | None
+    prompts: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, settings: DecodeSettings, prompts: list[list[int]], device: torch.device) -> Chooser:
+        """The chooser that `settings` describe."""
+        processors = settings.processors()
+        generators = None
+        if settings.mode == "sample":
+            generators = tuple(torch.Generator(device).manual_seed(settings.seed + row) for row in range(len(prompts)))
+        walks = settings.mode == "sample" or len(processors) > 0
+        return cls(walks, processors, generators, tuple(map(tuple, prompts)))
+
+    def roots(self, logits_BV: Tensor) -> Tensor:
+        """The first token of every answer."""
+        if not self.walks:
+            return logits_BV.argmax(-1)
+        chosen = [self._choose(b, logits_V, []) for b, logits_V in enumerate(logits_BV)]
+        return torch.tensor(chosen, device=logits_BV.device)
+
+    def in_round(self, texts: list[list[int]], live: list[bool]) -> Callable[[int, Tensor, list[int]], int]:
+        """The `choose` of a round that starts after `texts`; rows that are not live draw nothing."""
+
+        def choose(b: int, logits_V: Tensor, round_tokens: list[int]) -> int:
+            return self._choose(b, logits_V, [*texts[b], *round_tokens]) if live[b] else -1
+
+        return choose
+
+    def _choose(self, b: int, logits_V: Tensor, generated: list[int]) -> int:
+        scores_1V = logits_V[None].float()
+        if len(self.processors):
+            ids = torch.tensor([[*self.prompts[b], *generated]], device=logits_V.device)
+            scores_1V = self.processors(ids, scores_1V)
+        if self.generators is None:
+            return int(scores_1V.argmax(-1))
+        law = torch.softmax(scores_1V, dim=-1)
+        return int(torch.multinomial(law, 1, generator=self.generators[b]))

@@ -1,0 +1,69 @@
+"""When an answer ends: stop tokens, stop strings, the end of a learned position table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from medusa_train.decoding.settings import DecodeSettings
+from medusa_train.errors import UserError
+from medusa_train.modeling.backbone import plain_model
+
+
+@dataclass(frozen=True)
+class StopRules:
+    """Stop tokens and strings of one run."""
+
+    token_ids: frozenset[int]
+    strings: Any = None
+
+    @classmethod
+    def of(cls, model: nn.Module, tokenizer: Any, settings: DecodeSettings) -> StopRules:
+        """The settings' stop tokens, else every eos id of the model's generation_config; and stop strings.
+
+        Raises:
+            UserError: stop strings without a tokenizer.
+        """
+        ids = eos_token_ids(model) if settings.stop_token_ids is None else settings.stop_token_ids
+        if not settings.stop_strings:
+            return cls(frozenset(ids))
+        if tokenizer is None:
+            raise UserError("stop strings need the tokenizer")
+        from transformers import StopStringCriteria
+
+        return cls(frozenset(ids), StopStringCriteria(tokenizer, list(settings.stop_strings)))
+
+    def at(self, prompt: list[int], generated: list[int], token: int) -> bool:
+        """Whether the text ends with `token` after `generated`."""
+        if token in self.token_ids:
+            return True
+        if self.strings is None:
+            return False
+        # The criterion looks back a bounded number of tokens; the prompt counts, as it does in generate.
+        ids = torch.tensor([[*prompt, *generated, token]])
+        return bool(self.strings(ids, None)[0])
+
+
+def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    """Every eos id of the model's generation_config (one, several or none)."""
+    eos = getattr(plain_model(model).generation_config, "eos_token_id", None)
+    if eos is None:
+        return ()
+    return (int(eos),) if isinstance(eos, int) else tuple(int(token) for token in eos)
+
+
+def context_limit(config: Any) -> int | None:
+    """Positions of a learned position table, which cannot be passed; None for rotary positions, as in generate."""
+    text = config.get_text_config(decoder=True)
+    if text.model_type in LEARNED_POSITIONS:
+        return int(text.max_position_embeddings)
+    return None
+
+
+# Decoder families whose positions are rows of a table. max_position_embeddings is its length (GPT-2's n_positions).
+LEARNED_POSITIONS = frozenset(
+    {"gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "biogpt", "xglm", "gptsan-japanese", "imagegpt"}
+)
