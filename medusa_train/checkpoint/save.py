@@ -1,0 +1,306 @@
+"""Writing a checkpoint: checked before, written beside, read again, compared, swapped in."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.checkpoint import abi
+from medusa_train.checkpoint.atomic import link_or_copy, staged_folder
+from medusa_train.checkpoint.changed import stage_adapter, stage_merged
+from medusa_train.checkpoint.identity import backbone_entry, sizes_of
+from medusa_train.checkpoint.inspect_ import inspect_checkpoint, unlisted_files
+from medusa_train.checkpoint.manifest import FileEntry, HeadsManifest, read_manifest
+from medusa_train.checkpoint.problems import Problems
+from medusa_train.checkpoint.rank_paths import check_tree
+from medusa_train.checkpoint.tensorfile import read_header
+from medusa_train.errors import UserError
+from medusa_train.provenance import library_versions, sha256_file
+
+_DTYPE_NAMES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_REFUSED = "this checkpoint is refused, nothing was written"
+
+
+def save_checkpoint(
+    folder: str | Path,
+    heads: Any,
+    base: Any,
+    *,
+    recipe: Any,
+    policy: Any,
+    data_manifest_hash: str | None,
+    training: dict[str, Any],
+    adapter: Any = None,
+    merged: Any = None,
+    tree: dict[str, Any] | None = None,
+) -> Path:
+    """Writes the checkpoint `folder`, all of it or nothing of it; an older checkpoint there is replaced in one step.
+
+    Args:
+        folder: absent, empty, or an older checkpoint (files in it that no manifest lists are carried over).
+        heads: `modeling.heads.MedusaHeads`, all parameters in one floating-point dtype.
+        base: the `modeling.base.Base` they were trained on, or its `BackboneId`.
+        recipe: the resolved recipe, a dict or a pydantic model.
+        policy: "heads_only", "joint" or "self_distill", or an object with that in `.kind`.
+        data_manifest_hash: of the training data, None where there was none (imported heads).
+        training: what the run says of itself, plain JSON.
+        adapter: a PeftModel or the folder of a saved adapter; merged: the changed backbone as a model or its folder.
+            Exactly one of them belongs to the policies that change the backbone, neither to heads_only.
+        tree: the content of `tree.json`, or None.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        CheckpointError: what is given cannot be a checkpoint (every reason at once), or what was read back differs.
+        UserError: the folder belongs to something else, or the disk refused.
+    """
+    folder = Path(folder)
+    policy = getattr(policy, "kind", policy)
+    state = _checked_state(heads, base, policy, adapter, merged, tree, training, recipe)
+    _check_target(folder)
+    with staged_folder(folder) as staged:
+        _carry_over(folder, staged)
+        _write_tensors(staged / abi.HEADS_FILE, state)
+        if base.tokenizer is not None:
+            base.tokenizer.save_pretrained(staged)
+        if adapter is not None:
+            stage_adapter(staged / abi.ADAPTER_FOLDER, adapter)
+        merged_fingerprint = None
+        if merged is not None:
+            merged_fingerprint = stage_merged(staged / abi.BACKBONE_FOLDER, merged, base.tokenizer)
+        if tree is not None:
+            (staged / abi.TREE_FILE).write_text(_json_text(tree), encoding="utf-8")
+        changed = "adapter" if adapter is not None else "merged" if merged is not None else "none"
+        header = read_header(staged / abi.HEADS_FILE, Problems())
+        manifest = HeadsManifest(
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            **_counts(heads.config),
+            dtype=next(name for name in (_DTYPE_NAMES.get(t.dtype) for t in state.values()) if name),
+            backbone=backbone_entry(base, changed, merged_fingerprint),
+            policy=policy,
+            recipe=_plain(recipe),
+            data_manifest_hash=data_manifest_hash,
+            training=training,
+            library_versions=library_versions(),
+            header_sha256=header.header_sha256,
+            tensors=header.digests(),
+            files={},
+        )
+        (staged / abi.CONFIG_FILE).write_text(_json_text(manifest.config()), encoding="utf-8")
+        _seal(staged, manifest, carried=set())
+        _compare_with_memory(staged, state)
+    return folder
+
+
+def store_tree(folder: str | Path, tree: dict[str, Any] | None) -> None:
+    """Puts `tree.json` into a checkpoint, or replaces it, or removes it (None); files and manifest change in one step.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or the tree does not fit its heads.
+    """
+    folder, problems = Path(folder), Problems()
+    manifest, _ = inspect_checkpoint(folder, problems, hashes=False)
+    if tree is not None and manifest is not None:
+        check_tree(tree, manifest.medusa_num_heads, problems)
+    # A tree file that somebody damaged or laid there by hand is what this call mends.
+    problems.found = [one for one in problems.found if tree is None or one.kind == "tree" or one.where != abi.TREE_FILE]
+    problems.raise_if_any("the tree cannot be stored", folder)
+    with staged_folder(folder) as staged:
+        for name in {*manifest.files, *unlisted_files(folder, manifest)} - {abi.TREE_FILE}:
+            link_or_copy(folder / name, staged / name)
+        if tree is not None:
+            (staged / abi.TREE_FILE).write_text(_json_text(tree), encoding="utf-8")
+        _seal(staged, manifest, carried=set(manifest.files) - {abi.TREE_FILE})
+
+
+def _checked_state(heads, base, policy, adapter, merged, tree, training, recipe) -> dict[str, Tensor]:
+    """The tensors to write, on the CPU, each with its own memory; all that forbids writing is raised at once."""
+    problems = Problems()
+    if policy not in abi.POLICIES:
+        problems.add(
+            "policy", "policy", f"{policy!r} is not one of {', '.join(abi.POLICIES)}", "name the policy of the run"
+        )
+    elif (adapter is not None) + (merged is not None) != (policy != "heads_only"):
+        what = "leaves the backbone unchanged, so no adapter and no merged weights belong to it"
+        if policy != "heads_only":
+            what = (
+                "changes the backbone: exactly one of its adapter and its merged weights must be saved with the heads"
+            )
+        problems.add(
+            "policy", f"policy {policy}", what, "save the heads together with the backbone they were trained with"
+        )
+    if not getattr(base, "fingerprint", None):
+        problems.add("backbone", str(base.name), "has no fingerprint", "load it with `load_base`")
+    hidden, vocab = sizes_of(base)
+    for key, theirs, ours in (
+        ("hidden_size", hidden, heads.config.hidden_size),
+        ("vocab_size", vocab, heads.config.vocab_size),
+    ):
+        if theirs is not None and theirs != ours:
+            problems.add(
+                "shape", key, f"the backbone has {theirs}, the heads {ours}", "save heads with their own backbone"
+            )
+    if tree is not None:
+        check_tree(tree, heads.config.medusa_num_heads, problems)
+    for label, value in (("training", training), ("recipe", _plain(recipe))):
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            problems.add(
+                "manifest", label, f"is not plain JSON: {error}", "pass numbers, text, lists and dicts; no NaN"
+            )
+    state = heads.state_dict()
+    _check_state(state, heads.config, problems)
+    problems.raise_if_any(_REFUSED, "save")
+    return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
+
+
+def _check_state(state: dict[str, Tensor], config: Any, problems: Problems) -> None:
+    counts = _counts(config)
+    expected = abi.expected_tensors(
+        contract=config.contract,
+        heads=config.medusa_num_heads,
+        layers=config.medusa_num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        reduced_vocab_size=config.reduced_vocab_size,
+        projection_bias=config.projection_bias,
+    )
+    fix = "build the heads with `modeling.heads.new_heads` and train those"
+    if not expected:
+        problems.add("empty", "heads", f"{counts['head_contract']} heads without layers have no tensor at all", fix)
+    owners: dict[tuple[int, int], str] = {}
+    dtypes = {tensor.dtype for name, tensor in state.items() if name != abi.TOKEN_MAP_NAME}
+    if len(dtypes) > 1 or not dtypes <= set(_DTYPE_NAMES):
+        problems.add(
+            "dtype",
+            "heads",
+            f"dtypes {sorted(map(str, dtypes))}; one floating-point dtype is needed",
+            "heads.to(dtype) first",
+        )
+    for name in sorted(expected.keys() | state.keys()):
+        if name not in state:
+            problems.add("missing", name, f"the tensor is missing, shape {list(expected[name])}", fix)
+        elif name not in expected:
+            problems.add("unexpected", name, f"`{config.contract}` heads of these counts have no such tensor", fix)
+        else:
+            tensor = state[name]
+            if tuple(tensor.shape) != expected[name]:
+                problems.add("shape", name, f"shape {list(tensor.shape)}, {list(expected[name])} is needed", fix)
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                problems.add(
+                    "non-finite", name, "holds NaN or infinite numbers", "look for the step where the loss blew up"
+                )
+            place = (tensor.untyped_storage().data_ptr(), tensor.storage_offset())
+            if tensor.numel() and place in owners:
+                problems.add(
+                    "aliased",
+                    name,
+                    f"is the same memory as {owners[place]}",
+                    "give every head and layer a block of its own",
+                )
+            owners.setdefault(place, name)
+
+
+def _counts(config: Any) -> dict[str, Any]:
+    return {
+        "head_contract": config.contract,
+        "medusa_num_heads": config.medusa_num_heads,
+        "medusa_num_layers": config.medusa_num_layers,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "reduced_vocab_size": config.reduced_vocab_size,
+        "projection_bias": config.projection_bias,
+        "offsets": abi.offsets(config.medusa_num_heads),
+    }
+
+
+def _check_target(folder: Path) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / abi.MANIFEST_FILE).is_file():
+        raise UserError(
+            "something else stands there, and a checkpoint replaces its whole folder",
+            where=str(folder),
+            allowed="a folder that is absent, empty, or an older checkpoint",
+            fix="name another folder, for example one below this",
+        )
+
+
+def _carry_over(folder: Path, staged: Path) -> None:
+    """What a person laid into an older checkpoint (notes, reports) survives its replacement; foreign weights do not."""
+    if not (folder / abi.MANIFEST_FILE).is_file():
+        return
+    manifest = read_manifest(folder, Problems())
+    if manifest is None:
+        return
+    problems = Problems()
+    inspect_checkpoint(folder, problems, hashes=False)
+    foreign = {problem.where for problem in problems.found if problem.kind == "unexpected"}
+    for name in unlisted_files(folder, manifest):
+        if name not in foreign:
+            link_or_copy(folder / name, staged / name)
+
+
+def _write_tensors(path: Path, state: dict[str, Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file(state, path, metadata={"format": "pt"})
+    path.chmod(0o644)
+
+
+def _seal(staged: Path, manifest: HeadsManifest, carried: set[str]) -> None:
+    """Hashes every file (those in `carried` keep their entry), writes the manifest, reads the folder back strictly."""
+    listed = set(manifest.files) if carried else None
+    files = {}
+    for path in sorted(staged.rglob("*")):
+        name = path.relative_to(staged).as_posix()
+        if not path.is_file() or name == abi.MANIFEST_FILE:
+            continue
+        if name in carried:
+            files[name] = manifest.files[name]
+        elif listed is None or name == abi.TREE_FILE:
+            files[name] = FileEntry(bytes=path.stat().st_size, sha256=sha256_file(path))
+    sealed = manifest.model_copy(update={"files": files})
+    (staged / abi.MANIFEST_FILE).write_bytes(sealed.sealed_bytes())
+    problems = Problems()
+    inspect_checkpoint(staged, problems, hashes=not carried)
+    problems.raise_if_any("what was written does not read back as it should; the disk may be failing", staged)
+
+
+def _compare_with_memory(staged: Path, state: dict[str, Tensor]) -> None:
+    """The tensors on disk must be the tensors in memory, bit for bit."""
+    from safetensors.torch import load_file
+
+    written, problems = load_file(staged / abi.HEADS_FILE), Problems()
+    for name in state.keys() | written.keys():
+        same = name in state and name in written and torch.equal(_bits(state[name]), _bits(written[name]))
+        if not same or state[name].dtype != written[name].dtype:
+            problems.add(
+                "hash", name, "reads back different from what was in memory", "check the disk, then save again"
+            )
+    problems.raise_if_any("the checkpoint was not written correctly and is discarded", staged)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.contiguous().flatten().view(torch.uint8)
+
+
+def _plain(value: Any) -> dict[str, Any]:
+    return value.model_dump(mode="json") if hasattr(value, "model_dump") else dict(value or {})
+
+
+def _json_text(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+
+
+def discard(folder: Path) -> None:
+    """Removes a folder and everything below it, if it is there."""
+    shutil.rmtree(folder, ignore_errors=True)
