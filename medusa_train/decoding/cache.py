@@ -1,8 +1,8 @@
 """One preallocated key/value cache for a whole request, with in-place compaction of the accepted rows.
 
-Layers write into their place of a common slab and hand the model narrow views, so that a round allocates nothing and the
-winning rows of all layers move in two operations. Sliding-window layers keep all rows too (a rejected guess must be
-undone exactly); their window is in the mask.
+Layers write into their place of a common slab and hand the model narrow views, so that a round allocates nothing and
+the winning rows of all layers move in two operations. Sliding-window layers keep all rows too (a rejected guess must
+be undone exactly); their window is in the mask.
 
 Shape letters: B batch, H key/value heads, C capacity in slots, S layers x 2 tensors of a slab, A rows to move.
 """

@@ -1,7 +1,7 @@
 """The decoder: propose -> tree forward -> accept -> commit, until every answer is finished.
 
-The backbone is a stock transformers model; positions, masks and the cache are arguments of its forward. Plain decoding is
-the same code with the tree that has a root only, so a comparison of the two compares the tree and nothing else.
+The backbone is a stock transformers model; positions, masks and the cache are arguments of its forward. Plain decoding
+is the same code with the tree that has a root only, so a comparison of the two compares the tree and nothing else.
 
 Shape letters: B batch, N tree rows, D hidden, V vocabulary, L path width.
 """

@@ -1,8 +1,8 @@
 """Attention masks of tree rows: every row sees the whole prefix, its ancestors and itself, within each layer's window.
 
-What a row sees depends only on how far a slot lies from the committed length, so one wide buffer per layer type holds all
-rounds: a round's mask is a view into it (or one gather, for a batch of ragged lengths). Windows are measured by position,
-that is by tree depth, not by slot.
+What a row sees depends only on how far a slot lies from the committed length, so one wide buffer per layer type holds
+all rounds: a round's mask is a view into it (or one gather, for a batch of ragged lengths). Windows are measured by
+position, that is by tree depth, not by slot.
 
 Shape letters: B batch, N tree rows, P committed length.
 """

@@ -72,7 +72,7 @@ class DecodeSettings:
             raise UserError("repetition_penalty with mode 'typical'", allowed="modes `greedy` and `sample`")
 
     def processors(self) -> Any:
-        """The transformers processors that define the law of `sample` (or a penalised `greedy`), in generate's order."""
+        """The transformers processors that define the law of `sample` (or of a penalised `greedy`), in order."""
         from transformers import LogitsProcessorList
         from transformers.generation import logits_process as lp
 

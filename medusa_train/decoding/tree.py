@@ -1,8 +1,8 @@
 """The draft tree: which guesses are verified together, and the buffers that one forward pass over it needs.
 
-A tree is a set of rank paths: (0, 2, 1) is rank 0 of head 0, then rank 2 of head 1, then rank 1 of head 2. The root (the
-token already decided) is the empty path. Paths are sorted by (length, path); row(empty) = 0 and row(path) = 1 + its
-index, and every buffer is a function of row.
+A tree is a set of rank paths: (0, 2, 1) is rank 0 of head 0, then rank 2 of head 1, then rank 1 of head 2. The root
+(the token already decided) is the empty path. Paths are sorted by (length, path); row(empty) = 0 and row(path) = 1 +
+its index, and every buffer is a function of row.
 
 Shape letters: N packed rows (root counted), P retrieval paths, L path width (root counted).
 """

@@ -6,8 +6,8 @@ ancestors do: a match after a mismatch counts nothing. Rows are sorted by depth 
 - `greedy`: exact. A token stands if it is the argmax of its parent's logits.
 - `typical`: a heuristic (Medusa, arXiv 2401.10774, section 2.3.1): p > min(epsilon, alpha * exp(-H)), strictly, with H
   the entropy of the parent's law; the longest path wins, ties by summed log p. The next root is the argmax.
-- `walk`: one token is chosen at each row that is reached, from the root on; the walk goes on while the chosen token is a
-  child. Exact in distribution for any way of choosing (sampling with processors, greedy with processors).
+- `walk`: one token is chosen at each row that is reached, from the root on; the walk goes on while the chosen token is
+  a child. Exact in distribution for any way of choosing (sampling with processors, greedy with processors).
 
 Shape letters: B batch, N tree rows, V vocabulary, L path width (root counted).
 """

@@ -1,0 +1,92 @@
+"""Ranks of the true next tokens along text: what every tree search and replay is made from.
+
+A span is a run of supervised tokens. With its token o as a round's root, head j guesses token o+1+j from the hidden state
+before the root, so ranks_SK[o, j] is the rank that token o+1+j has in head j (MISS: not among the top_k; END: past the
+span).
+
+Shape letters: S tokens of a span, K heads, M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+MISS, END = -1, -2
+
+
+@dataclass(frozen=True)
+class RankSpan:
+    """One answer's ranks.
+
+    Attributes:
+        ranks_SK: int16 [S, K].
+        greedy_S: bool [S]; whether the backbone's argmax at its place is this very token.
+        row_id: of the row the span is from; `source` is the row's source or category.
+    """
+
+    ranks_SK: np.ndarray
+    greedy_S: np.ndarray
+    row_id: str = ""
+    source: str = ""
+
+    def __len__(self) -> int:
+        return len(self.ranks_SK)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Ranks of many spans.
+
+    Attributes:
+        spans: the ranks.
+        top_k: ranks 0..top_k-1 are known.
+    """
+
+    spans: tuple[RankSpan, ...]
+    top_k: int
+
+    @property
+    def num_heads(self) -> int:
+        """K."""
+        return self.spans[0].ranks_SK.shape[1]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all spans."""
+        return sum(map(len, self.spans))
+
+    @property
+    def greedy_fraction(self) -> float:
+        """Part of the tokens that are the backbone's argmax; 1 on greedy text in exact arithmetic."""
+        return sum(int(span.greedy_S.sum()) for span in self.spans) / max(1, self.num_tokens)
+
+    def hits_and_counts(self) -> tuple[np.ndarray, np.ndarray]:
+        """(hits [K, top_k], counts [K]): how often the true token had each exact rank, of how many true tokens."""
+        ranks_MK = np.concatenate([span.ranks_SK for span in self.spans])
+        hits = np.stack([(ranks_MK == rank).sum(0) for rank in range(self.top_k)], axis=1)
+        return hits, (ranks_MK != END).sum(0)
+
+    def split(self, fraction: float = 0.5) -> tuple[Calibration, Calibration]:
+        """Two parts with no row in common, by the hash of the row's id: (search, report)."""
+        import hashlib
+
+        def early(span: RankSpan) -> bool:
+            digest = hashlib.sha256(span.row_id.encode()).digest()
+            return int.from_bytes(digest[:8], "big") < fraction * 2**64
+
+        first = tuple(span for span in self.spans if early(span))
+        second = tuple(span for span in self.spans if not early(span))
+        if not first or not second:
+            first, second = self.spans[::2], self.spans[1::2] or self.spans
+        return Calibration(first, self.top_k), Calibration(second, self.top_k)
+
+
+def supervised_spans(loss_mask: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:
+    """Runs [start, end) of supervised tokens; a token at position 0 has no hidden state before it and is left out."""
+    mask = np.asarray(loss_mask, dtype=np.int8).copy()
+    mask[:1] = 0
+    edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+    return [(int(start), int(end)) for start, end in edges.reshape(-1, 2)]
