@@ -121,7 +121,8 @@ def _tree(tree: TreeInfo, rounds: Sequence[RoundRecord], depth: int) -> TreeRepo
 
 
 def _times(rounds: Sequence[RoundRecord]) -> RoundTimes:
-    columns = [spread([round_.seconds[i] for round_ in rounds]) for i in range(1 + len(STAGES))]
+    timed = [round_ for round_ in rounds if round_.seconds]
+    columns = [spread([round_.seconds[i] for round_ in timed]) for i in range(1 + len(STAGES))]
     total, parts = columns[0], columns[1:]
     return RoundTimes(
         total=total,
@@ -134,7 +135,9 @@ def _times(rounds: Sequence[RoundRecord]) -> RoundTimes:
 
 
 def _speed(info: ArmInfo, number: int, records: Sequence[PromptRecord], bootstrap: Bootstrap, law: str) -> SpeedReport:
-    arm_steps = [[r.seconds[0] for turn in record.turns for r in turn.arms[number].rounds] for record in records]
+    arm_steps = [
+        [r.seconds[0] for turn in record.turns for r in turn.arms[number].rounds if r.seconds] for record in records
+    ]
     plain_steps = [[s for turn in record.turns for s in turn.plain[law].step_seconds] for record in records]
     round_median, step_median = bootstrap.weighted_median(arm_steps), bootstrap.weighted_median(plain_steps)
     tokens, rounds = _totals(records, number)

@@ -24,7 +24,8 @@ class RoundRecord:
         tree_tokens: [N] tokens of the tree's rows in packed order, row 0 the root.
         target_tokens: [N] the verifier's choice after each row; -1 where it was not computed.
         ended: one of ENDINGS.
-        seconds: total, then one entry per stage, in seconds.
+        seconds: total, then one entry per stage, in seconds; empty where the root alone ended the answer and no forward
+            was needed.
     """
 
     path: tuple[int, ...]
@@ -33,7 +34,7 @@ class RoundRecord:
     tree_tokens: tuple[int, ...]
     target_tokens: tuple[int, ...]
     ended: str
-    seconds: tuple[float, float, float, float, float]
+    seconds: tuple[float, ...]
 
     @property
     def num_accepted(self) -> int:

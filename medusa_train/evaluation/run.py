@@ -95,7 +95,7 @@ class RunOptions:
 
     max_new_tokens: int = 96
     all_turns: bool = False
-    temperature: float = 0.0
+    temperature: float = 1.0
     top_k: int | None = None
     top_p: float | None = None
     typical_eps: float = 0.09

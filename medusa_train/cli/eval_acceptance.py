@@ -1,0 +1,214 @@
+"""`medusa-train eval-acceptance`: what the heads win, measured on real answers."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from medusa_train.errors import UserError
+
+
+class Turns(str, Enum):
+    """Which turns of a multi-turn prompt are answered."""
+
+    first = "first"
+    all = "all"
+
+
+class AcceptanceMode(str, Enum):
+    """How guesses are accepted."""
+
+    greedy = "greedy"
+    typical = "typical"
+    sample = "sample"
+
+
+DECODING, SAMPLING, OUTPUT = "What is decoded", "Acceptance modes", "Output"
+
+
+def command(
+    checkpoints: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="CHECKPOINT...",
+            help="Folder that `fit` wrote, or a hub id; several stand side by side in one report.",
+            show_default=False,
+        ),
+    ] = None,
+    suite: Annotated[
+        str,
+        typer.Option(
+            help="heldout, mt-bench, spec-bench, or a file of prompts in any shape that distill reads.",
+            rich_help_panel=DECODING,
+        ),
+    ] = "heldout",
+    suite_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="Read the suite from this file (Spec-Bench's question.jsonl for mt-bench and spec-bench) instead of "
+            "the cache or the network.",
+            rich_help_panel=DECODING,
+            show_default=False,
+        ),
+    ] = None,
+    max_prompts: Annotated[
+        int, typer.Option(min=1, help="Prompts to decode, spread evenly over the categories.", rich_help_panel=DECODING)
+    ] = 24,
+    full: Annotated[
+        bool, typer.Option("--full", help="Decode every prompt of the suite.", rich_help_panel=DECODING)
+    ] = False,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Tokens per answer at most.", rich_help_panel=DECODING)
+    ] = 96,
+    turns: Annotated[
+        Turns,
+        typer.Option(
+            help="Answer only the first turn of each prompt, or all of them, the model's own answers standing between.",
+            rich_help_panel=DECODING,
+        ),
+    ] = Turns.first,
+    tree: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="stored (the checkpoint's searched tree), chain, chain:DEPTH, widths such as 4,3,2,2, or a JSON file "
+            "of rank paths. Repeat to compare trees.",
+            rich_help_panel=DECODING,
+            show_default="stored",
+        ),
+    ] = None,
+    baseline: Annotated[
+        bool,
+        typer.Option(
+            help="Decode every prompt plainly too, interleaved: speed and exactness need it.", rich_help_panel=DECODING
+        ),
+    ] = True,
+    generate_arm: Annotated[
+        bool,
+        typer.Option(
+            "--generate-arm",
+            help="Time transformers' own greedy generate as well and compare its tokens.",
+            rich_help_panel=DECODING,
+        ),
+    ] = False,
+    mode: Annotated[
+        list[AcceptanceMode] | None,
+        typer.Option(
+            help="greedy: exact, the tokens of plain greedy decoding. typical: a heuristic, tokens that are probable "
+            "enough. sample: exact in law, the text has the distribution of plain sampling. Repeat to compare.",
+            rich_help_panel=SAMPLING,
+            show_default="greedy",
+        ),
+    ] = None,
+    temperature: Annotated[float, typer.Option(help="Modes typical and sample.", rich_help_panel=SAMPLING)] = 1.0,
+    top_k: Annotated[int | None, typer.Option(help="Mode sample.", rich_help_panel=SAMPLING)] = None,
+    top_p: Annotated[float | None, typer.Option(help="Mode sample.", rich_help_panel=SAMPLING)] = None,
+    typical_eps: Annotated[float, typer.Option(help="Mode typical: hard threshold.", rich_help_panel=SAMPLING)] = 0.09,
+    typical_alpha: Annotated[
+        float, typer.Option(help="Mode typical: entropy-dependent threshold.", rich_help_panel=SAMPLING)
+    ] = 0.3,
+    seed: Annotated[int, typer.Option(help="Of sampling and of the bootstrap.", rich_help_panel=SAMPLING)] = 0,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="Folder for report.json, report.txt, report.html and the journal that an interrupted run continues "
+            "from.",
+            rich_help_panel=OUTPUT,
+            show_default="CHECKPOINT-report beside the first checkpoint",
+        ),
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Also write one JSON line per round to this file.", rich_help_panel=OUTPUT, show_default=False
+        ),
+    ] = None,
+    resamples: Annotated[
+        int, typer.Option(min=100, help="Bootstrap resamples behind each interval.", rich_help_panel=OUTPUT)
+    ] = 2000,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON schema of report.json and stop.", rich_help_panel=OUTPUT)
+    ] = False,
+    base: Annotated[
+        str | None,
+        typer.Option(help="Where the backbone lies, if not where the checkpoint says.", show_default=False),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="torch device.", show_default="an accelerator, else cpu")] = None,
+    quantization: Annotated[str | None, typer.Option(help="8bit or 4bit (bitsandbytes).")] = None,
+    attn_implementation: Annotated[str | None, typer.Option(help="sdpa or eager.", show_default=False)] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base. Only for bases you trust.")
+    ] = False,
+) -> None:
+    """Measure accepted length, speed and exactness of a checkpoint's heads: real tree decoding against plain decoding.
+
+    Every prompt is decoded with each tree and plainly, one after the other in one run.
+
+    The report is written as JSON, as text and as one self-contained HTML page.
+
+    Running the same command again after an interruption continues it.
+
+    Exit code 1 when an answer that must equal plain greedy decoding's does not.
+    """
+    if schema:
+        from medusa_train.evaluation.schema import schema_text
+
+        typer.echo(schema_text(), nl=False)
+        return
+    if not checkpoints:
+        raise UserError("no checkpoint was named", fix="medusa-train eval-acceptance CHECKPOINT")
+    from medusa_train.console import out as results
+    from medusa_train.console import say
+    from medusa_train.evaluation.arms import STORED, ArmRequest, open_groups
+    from medusa_train.evaluation.output import write_report, write_trace
+    from medusa_train.evaluation.run import RunOptions, run_acceptance
+    from medusa_train.evaluation.suites import load_suite
+    from medusa_train.evaluation.text import summary
+    from medusa_train.provenance import command_line
+
+    whole = load_suite(suite, suite_file=suite_file)
+    options = RunOptions(
+        max_new_tokens=max_new_tokens,
+        all_turns=turns is Turns.all,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        typical_eps=typical_eps,
+        typical_alpha=typical_alpha,
+        seed=seed,
+        bootstrap_resamples=resamples,
+        available_prompts=len(whole.prompts),
+    )
+    request = ArmRequest(
+        checkpoints=tuple(checkpoints),
+        trees=tuple(tree or [STORED]),
+        modes=tuple(dict.fromkeys(entry.value for entry in mode or [AcceptanceMode.greedy])),
+        base=base,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        baseline=baseline,
+        generate=generate_arm,
+    )
+    first = Path(checkpoints[0])
+    folder = out or first.with_name(f"{first.name}-report")
+    report, measured = run_acceptance(
+        open_groups(request, options),
+        whole.take(None if full else max_prompts),
+        options,
+        folder,
+        command=command_line(),
+    )
+    paths = write_report(report, folder)
+    if trace is not None:
+        say(f"{write_trace(trace, measured)} rounds written to {trace}")
+    results().print(summary(report))
+    say(f"report: {paths['html']} (also {paths['json'].name} and {paths['txt'].name} there)")
+    if not report.passed:
+        say("an answer that must equal plain greedy decoding's does not: see exactness above")
+        raise typer.Exit(1)
