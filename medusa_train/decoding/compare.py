@@ -1,7 +1,7 @@
 """Where two answers part, and whether it was a near-tie.
 
-In float32 greedy answers must be identical. In bfloat16 the shape of a matrix product decides its last bit, so two right
-programs may part where two logits are as good as equal; each such place is shown with both logits.
+In float32 greedy answers must be identical. In bfloat16 the shape of a matrix product decides its last bit, so two
+right programs may part where two logits are as good as equal; each such place is shown with both logits.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 
 from medusa_train.modeling.backbone import hidden_states, output_projection
 
-# Logits are sums over hundreds of rounded products, each in the model's dtype; two forwards of different shape were seen
-# to differ by a few units in the last place of the logit.
+# Logits are sums over hundreds of rounded products, each in the model's dtype; two forwards of different shape were
+# seen to differ by a few units in the last place of the logit.
 NEAR_TIE_ULPS = 8
 
 

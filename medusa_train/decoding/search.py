@@ -1,12 +1,12 @@
 """Which tree: search over rank paths, by frequencies measured along text.
 
 A tree's expected accepted length is the sum over its nodes of w(path), the probability that the true next tokens carry
-exactly those ranks. Any w that falls along paths makes the best tree of N nodes the N heaviest paths, found by growing a
-frontier of children.
+exactly those ranks. Any w that falls along paths makes the best tree of N nodes the N heaviest paths, found by growing
+a frontier of children.
 
 - `independent` (Medusa, arXiv 2401.10774, section 2.3.3): w is the product of the heads' exact-rank accuracies.
-- `joint` (ours): w is the measured frequency of the whole path, smoothed towards independence where counts are small, and
-  counted only where rounds of the tree itself begin: count, search, replay, until the tree stands still.
+- `joint` (ours): w is the measured frequency of the whole path, smoothed towards independence where counts are small,
+  and counted only where rounds of the tree itself begin: count, search, replay, until the tree stands still.
 
 Shape letters: M positions, K heads, k ranks.
 """

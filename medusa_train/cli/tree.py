@@ -1,0 +1,145 @@
+"""`medusa-train tree`: calibrates head ranks on held-out text, searches the verification tree, stores it."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from medusa_train.errors import UserError
+
+TABLE_SIZES = (8, 16, 32, 64)
+AUTO_SIZES = (3, 5, 7, 9, 11, 13, 15, 19, 23, 31, 47, 63)
+
+
+class TreeMethod(str, Enum):
+    """How paths are weighed."""
+
+    joint = "joint"
+    independent = "independent"
+
+
+class Answers(str, Enum):
+    """The text that ranks are counted along."""
+
+    recorded = "recorded"
+    greedy = "greedy"
+
+
+CALIBRATION, SEARCH = "Calibration", "Search"
+
+
+def command(
+    checkpoint: Annotated[str, typer.Argument(help="Folder that `fit` wrote, or a hub id.", show_default=False)],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Rows to calibrate on (a folder of `distill`, or a file); repeatable.  "
+            "[default: the held-out rows of the training recipe]",
+            rich_help_panel=CALIBRATION,
+            show_default=False,
+        ),
+    ] = None,
+    max_rows: Annotated[
+        int, typer.Option(min=1, help="Rows to calibrate on at most.", rich_help_panel=CALIBRATION)
+    ] = 256,
+    answers: Annotated[
+        Answers,
+        typer.Option(
+            help="recorded: count along the rows as they are. greedy: answer their prompts again, greedily "
+            "(for rows that were sampled or written by people; takes as long as decoding them).",
+            rich_help_panel=CALIBRATION,
+        ),
+    ] = Answers.recorded,
+    nodes: Annotated[
+        str,
+        typer.Option(
+            help="Guessed nodes of the tree, the root not counted: a number, or auto: measure what rounds cost on "
+            "this machine and take the size with the most tokens per second.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = "auto",
+    max_nodes: Annotated[
+        int, typer.Option(min=1, help="The largest size that auto tries.", rich_help_panel=SEARCH)
+    ] = 63,
+    method: Annotated[
+        TreeMethod,
+        typer.Option(
+            help="joint: measured frequencies of whole rank paths where rounds begin. independent: the paper's "
+            "product of per-head accuracies.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = TreeMethod.joint,
+    smoothing: Annotated[
+        float,
+        typer.Option(
+            min=0, help="joint: imagined independent positions beside the counted ones.", rich_help_panel=SEARCH
+        ),
+    ] = 16.0,
+    tree: Annotated[
+        str | None,
+        typer.Option(
+            help="Store this tree instead of searching: chain, chain:DEPTH, widths such as 4,3,2,2, or a JSON file of "
+            "rank paths.",
+            rich_help_panel=SEARCH,
+            show_default=False,
+        ),
+    ] = None,
+    top_k: Annotated[int, typer.Option(min=1, help="Ranks per head that are counted.", rich_help_panel=SEARCH)] = 10,
+    store: Annotated[bool, typer.Option(help="Write tree.json into the checkpoint.")] = True,
+    out: Annotated[
+        Path | None, typer.Option(help="Also write tree.json's content to this file.", show_default=False)
+    ] = None,
+    base: Annotated[
+        str | None, typer.Option(help="Where the backbone lies, if not where the checkpoint says.", show_default=False)
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")] = "auto",
+    device: Annotated[
+        str | None, typer.Option(help="torch device.  [default: an accelerator, else cpu]", show_default=False)
+    ] = None,
+    quantization: Annotated[str | None, typer.Option(help="8bit or 4bit (bitsandbytes).", show_default=False)] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base. Only for bases you trust.")
+    ] = False,
+) -> None:
+    """Search the tree of guesses that the decoder verifies in one pass.
+
+    Ranks of the true next tokens are counted in every head along held-out text, a tree is searched from them, and its
+    tokens per round are estimated on rows that the search did not see. The tree is stored with the checkpoint.
+    """
+    size = _number_of_nodes(nodes)
+    from medusa_train.checkpoint import load_with_base, store_tree
+    from medusa_train.cli.tree_work import TreeJob
+
+    loaded, opened = load_with_base(
+        checkpoint,
+        base,
+        dtype=dtype,
+        device=device,
+        quantization=quantization,
+        trust_remote_code=trust_remote_code,
+        merge=quantization is None,
+    )
+    job = TreeJob(loaded, opened, method.value, smoothing, top_k)
+    job.calibrate(data or [], max_rows, answers.value)
+    content: dict[str, Any] = job.given(tree) if tree is not None else job.searched(size, max_nodes)
+    job.show(content, TABLE_SIZES)
+    if store:
+        store_tree(opened.folder, content)
+        job.say_stored(opened.folder)
+    if out is not None:
+        from medusa_train.provenance import write_atomic
+
+        import json
+
+        write_atomic(out, json.dumps(content, indent=1) + "\n")
+
+
+def _number_of_nodes(text: str) -> int | None:
+    if text == "auto":
+        return None
+    if not text.isdigit() or not 1 <= int(text) <= 4096:
+        raise UserError(f"--nodes {text}", allowed="auto, or a number from 1 to 4096")
+    return int(text)
