@@ -43,7 +43,7 @@ def inspect_checkpoint(
     if heads_file is not None:
         _check_tensors(heads_file, manifest, problems, hashes)
         if hashes or (folder / abi.HEADS_FILE).stat().st_size <= FINITE_CHECK_BYTES:
-            _check_finite(heads_file, problems)
+            _check_numbers(heads_file, manifest, problems)
     return manifest, heads_file
 
 
@@ -178,24 +178,33 @@ def _check_digests(found: TensorFile, manifest: HeadsManifest, problems: Problem
             problems.add("hash", f"{abi.HEADS_FILE} [{name}]", what, RESTORE)
 
 
-def _check_finite(found: TensorFile, problems: Problems) -> None:
+def _check_numbers(found: TensorFile, manifest: HeadsManifest, problems: Problems) -> None:
+    """Non-finite numbers, and a token map that names no token or one twice."""
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(found.path, framework="pt", device="cpu") as handle:
             for name, info in found.tensors.items():
-                if info.dtype in abi.HEAD_DTYPES and 0 not in info.shape:
+                where = f"{abi.HEADS_FILE} [{name}]"
+                if name == abi.TOKEN_MAP_NAME and info.dtype == "I64":
+                    check_token_map(handle.get_tensor(name), manifest.vocab_size, where, problems)
+                elif info.dtype in abi.HEAD_DTYPES and 0 not in info.shape:
                     values = handle.get_tensor(name)
                     bad = values.numel() - int(values.isfinite().sum())
                     if bad:
-                        problems.add(
-                            "non-finite",
-                            f"{abi.HEADS_FILE} [{name}]",
-                            f"{bad} of {values.numel()} numbers are NaN or infinite",
-                            RESTORE,
-                        )
+                        problems.add("non-finite", where, f"{bad} of {values.numel()} are NaN or infinite", RESTORE)
     except (SafetensorError, OSError, ValueError, RuntimeError):
         return  # the header checks have named the damage already
+
+
+def check_token_map(token_map: Any, vocab_size: int, where: str, problems: Problems) -> None:
+    """Notes entries of an int64 [V'] token map that are no token of the vocabulary, or stand twice."""
+    outside = int(((token_map < 0) | (token_map >= vocab_size)).sum())
+    if outside:
+        problems.add("config", where, f"{outside} entries are outside the vocabulary 0..{vocab_size - 1}", RESTORE)
+    repeated = token_map.numel() - token_map.unique().numel()
+    if repeated:
+        problems.add("config", where, f"{repeated} tokens stand in it twice", RESTORE)
 
 
 def holds_pickle(folder: Path) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from medusa_train.checkpoint import abi
 from medusa_train.checkpoint.atomic import link_or_copy, staged_folder
 from medusa_train.checkpoint.changed import stage_adapter, stage_merged
 from medusa_train.checkpoint.identity import backbone_entry, sizes_of
-from medusa_train.checkpoint.inspect_ import inspect_checkpoint, unlisted_files
+from medusa_train.checkpoint.inspect_ import check_token_map, inspect_checkpoint, unlisted_files
 from medusa_train.checkpoint.manifest import FileEntry, HeadsManifest, read_manifest
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import check_tree
@@ -107,10 +106,10 @@ def store_tree(folder: str | Path, tree: dict[str, Any] | None) -> None:
     """
     folder, problems = Path(folder), Problems()
     manifest, _ = inspect_checkpoint(folder, problems, hashes=False)
+    # A tree file that somebody damaged or laid there by hand is what this call mends.
+    problems.found = [problem for problem in problems.found if problem.where != abi.TREE_FILE]
     if tree is not None and manifest is not None:
         check_tree(tree, manifest.medusa_num_heads, problems)
-    # A tree file that somebody damaged or laid there by hand is what this call mends.
-    problems.found = [one for one in problems.found if tree is None or one.kind == "tree" or one.where != abi.TREE_FILE]
     problems.raise_if_any("the tree cannot be stored", folder)
     with staged_folder(folder) as staged:
         for name in {*manifest.files, *unlisted_files(folder, manifest)} - {abi.TREE_FILE}:
@@ -194,7 +193,9 @@ def _check_state(state: dict[str, Tensor], config: Any, problems: Problems) -> N
             tensor = state[name]
             if tuple(tensor.shape) != expected[name]:
                 problems.add("shape", name, f"shape {list(tensor.shape)}, {list(expected[name])} is needed", fix)
-            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            if name == abi.TOKEN_MAP_NAME:
+                check_token_map(tensor, config.vocab_size, name, problems)
+            elif not bool(tensor.isfinite().all()):
                 problems.add(
                     "non-finite", name, "holds NaN or infinite numbers", "look for the step where the loss blew up"
                 )
@@ -299,8 +300,3 @@ def _plain(value: Any) -> dict[str, Any]:
 
 def _json_text(value: Any) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
-
-
-def discard(folder: Path) -> None:
-    """Removes a folder and everything below it, if it is there."""
-    shutil.rmtree(folder, ignore_errors=True)
