@@ -23,10 +23,10 @@ from medusa_train.evaluation.schema import (
 from medusa_train.evaluation.statistics import Bootstrap, head_accuracy, histogram, spread
 
 PROMISES = {
-    "greedy": "exact: the tokens of plain greedy decoding (all of them in fp32; in 16-bit formats but for near-ties, "
-    "each listed)",
-    "typical": "heuristic: tokens that are probable enough under the model; neither the greedy text nor an exact "
-    "sample",
+    "greedy": "exact: it gives the tokens of plain greedy decoding (all of them in fp32; in 16-bit formats but for "
+    "near-ties, each listed)",
+    "typical": "a heuristic: it keeps tokens that are probable enough under the model; neither the greedy text nor an "
+    "exact sample",
     "sample": "exact in law: the text has the distribution of plain sampling with the same settings",
 }
 # One answer: its prompt, its turn's number, the turn, and this arm's answer.

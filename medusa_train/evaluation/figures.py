@@ -85,7 +85,7 @@ def headline(report: AcceptanceReport, number: int) -> str:
     )
     exact = arm.exactness
     if not exact.checked:
-        return f"{words} Promise of mode {arm.mode}: {arm.promise}."
+        return f"{words} Mode {arm.mode} is {arm.promise}."
     if exact.identical == exact.prompts:
         return f"{words} All {exact.prompts} answers are token for token those of plain greedy decoding."
     return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from typing import Any
 
 from medusa_train.evaluation import plots
@@ -14,13 +15,16 @@ from medusa_train.evaluation.schema import AcceptanceReport
 def _environment() -> Any:
     from jinja2 import Environment, PackageLoader, StrictUndefined
 
-    return Environment(
+    environment = Environment(
         loader=PackageLoader("medusa_train.evaluation", "."),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    # Quoted, so that spaces show; jinja's own tojson would spell out every angle bracket.
+    environment.filters["quoted"] = lambda text: json.dumps(text, ensure_ascii=False)
+    return environment
 
 
 def html_report(report: AcceptanceReport) -> str:

@@ -10,7 +10,7 @@ from medusa_train.evaluation.schema import AcceptanceReport, ArmReport, Estimate
 
 STAGES = (
     ("propose", "heads guess"),
-    ("tree_forward", "model checks the tree"),
+    ("tree_forward", "model checks"),
     ("accept", "compare"),
     ("commit", "keep"),
 )
@@ -161,7 +161,8 @@ def speed(report: AcceptanceReport) -> str:
             parts.append(svg.interval(x(measured.low), x(measured.high), middle))
         if predicted.value is not None:
             said = f"predicted {write(predicted.value, 'times')}"
-            parts.append(svg.diamond(x(predicted.value), middle, 6, "predicted", said))
+            # On the bar's upper edge, where it does not hide the interval.
+            parts.append(svg.diamond(x(predicted.value), row * index + 21, 6, "predicted", said))
     parts.append(svg.line(x(1.0), 0, x(1.0), row * (1 + len(timed)), "guide"))
     return svg.figure(row * (1 + len(timed)) + 6, "Speed against plain decoding", parts)
 

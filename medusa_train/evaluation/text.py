@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -52,9 +53,12 @@ def _setup(figures: Figures) -> str:
 
 
 def _grid(title: str, *columns: str) -> Table:
-    grid = Table(title=title, title_justify="left", title_style="italic", show_edge=False, pad_edge=False)
+    grid = Table(
+        title=title, title_justify="left", title_style="italic", show_edge=False, pad_edge=False, box=SIMPLE_HEAD
+    )
     for index, column in enumerate(columns):
-        grid.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
+        bar = index > 0 and not column
+        grid.add_column(column, justify="left" if index == 0 or bar else "right", overflow="fold")
     return grid
 
 
