@@ -80,7 +80,7 @@ def fused_cross_entropy(
 def fused_kl(
     teacher: Projection, student: Projection, labels_M: Tensor, options: FusedOptions = FusedOptions()
 ) -> LossTerms:
-    """KL(teacher || student) from two sets of rows, summed over rows whose label is not IGNORE. Gradient: student only."""
+    """KL(teacher || student) from two sets of rows, summed where the label is not IGNORE. Gradient: student only."""
     flat = [tensor for pair in (*teacher.products, *student.products) for tensor in pair]
     total = _FusedKL.apply(labels_M, teacher, student, options, student.bias, *flat)
     return LossTerms(total, (labels_M != IGNORE).sum())

@@ -59,8 +59,8 @@ def channel_labels(
     """labels_CBT, one channel per shift: shift 1 is the lm_head, shift j+2 is head j.
 
     Args:
-        inverse_token_map_V: for reduced heads, token id -> row of the heads' projection or IGNORE. Applied to the heads'
-            channels only. A token outside the map cannot be proposed, so it is no target and is not counted.
+        inverse_token_map_V: for reduced heads, token id -> row of the heads' projection or IGNORE. Applied to
+            the heads' channels only. A token outside the map cannot be proposed, so it is no target and is not counted.
     """
     labels = []
     for shift in shifts:

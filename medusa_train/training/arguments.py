@@ -1,0 +1,69 @@
+"""TrainingArguments from a recipe: the recipe's names verbatim over a few defaults that fit heads."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from medusa_train.config.recipe import HeadsOnly, Recipe
+from medusa_train.errors import UserError
+from medusa_train.training.state import RunFolder
+
+# Held-out checks and checkpoints ten times a run, unless the recipe says otherwise.
+TENTH = 0.1
+
+
+def uses_cache(recipe: Recipe) -> bool:
+    """Whether training reads cached hidden states."""
+    return isinstance(recipe.policy, HeadsOnly) and recipe.policy.cache.enabled
+
+
+def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, base_dtype: Any) -> Any:
+    """transformers.TrainingArguments for this recipe.
+
+    Mixed precision follows the backbone's dtype unless the recipe sets bf16 or fp16. With cached hidden states
+    `per_device_train_batch_size` counts supervised positions, otherwise packed rows.
+    """
+    import torch
+    from transformers import TrainingArguments
+
+    cuda = torch.cuda.is_available()
+    values: dict[str, Any] = {
+        "per_device_train_batch_size": 2048 if uses_cache(recipe) else 8,
+        "learning_rate": 1e-3,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": 0.05,
+        "logging_steps": 10,
+        "save_strategy": "steps",
+        "save_steps": TENTH,
+        "eval_strategy": "steps" if has_heldout else "no",
+        "eval_steps": TENTH,
+        "report_to": "none",
+        "seed": 0,
+        "dataloader_pin_memory": cuda,
+        "ddp_find_unused_parameters": False,
+        **recipe.training,
+    }
+    if "bf16" not in values and "fp16" not in values:
+        values["bf16"], values["fp16"] = base_dtype == torch.bfloat16, base_dtype == torch.float16
+    if not cuda:
+        values.setdefault("use_cpu", True)
+    values |= {
+        "output_dir": str(run.state),
+        "remove_unused_columns": False,
+        "label_names": ["labels"],
+        "logging_nan_inf_filter": False,  # a NaN is an error, not a gap in a curve
+        "disable_tqdm": True,
+    }
+    if not has_heldout and values["eval_strategy"] != "no":
+        raise UserError(
+            "training.eval_strategy is set, and there are no held-out rows",
+            fix="give data.heldout, or a data.heldout_fraction above 0",
+        )
+    os.environ.setdefault("WANDB_DIR", str(run.path))
+    os.environ.setdefault("WANDB_PROJECT", "medusa-train")
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
+    try:
+        return TrainingArguments(**values)
+    except (TypeError, ValueError, ImportError) as error:
+        raise UserError(f"training: {error}", where="recipe") from error

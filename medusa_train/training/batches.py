@@ -1,0 +1,64 @@
+"""Token rows as the Trainer's data set and batches: packed bins, targets of all channels, supervised positions.
+
+Everything that would make a GPU wait for the CPU (which positions are supervised, how many) is decided here, in the
+data loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from medusa_train.dataset.rows import TokenRow, collate_bins, pack_rows
+from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
+
+
+class BinDataset(Dataset):
+    """Bins of rows; one bin is one row of a batch (`per_device_train_batch_size` counts bins)."""
+
+    def __init__(self, rows: Sequence[TokenRow], max_length: int, packing: bool) -> None:
+        self.bins = pack_rows(rows, max_length) if packing else [[row] for row in rows]
+
+    def __len__(self) -> int:
+        return len(self.bins)
+
+    def __getitem__(self, index: int) -> list[TokenRow]:
+        return self.bins[index]
+
+
+class BinCollator:
+    """Bins -> what `Trainee.forward` takes, plus `row_ids` for error messages.
+
+    Args:
+        shifts: of the channels.
+        inverse_map: token id -> row of a reduced projection, or None.
+        mask: builds what the backbone takes as attention_mask from (document_ids, position_ids).
+    """
+
+    def __init__(
+        self, shifts: Sequence[int], inverse_map: Tensor | None, pad_to_multiple: int, mask: Any = None
+    ) -> None:
+        self.shifts, self.inverse_map, self.pad_to_multiple, self.mask = shifts, inverse_map, pad_to_multiple, mask
+
+    def __call__(self, bins: list[list[TokenRow]]) -> dict[str, Any]:
+        batch = collate_bins(bins, self.pad_to_multiple)
+        labels_CBT = channel_labels(
+            batch.input_ids_BT, batch.loss_mask_BT, batch.document_ids_BT, self.shifts, self.inverse_map
+        )
+        rows_M, labels_CM = supervised_rows(labels_CBT)
+        return {
+            "input_ids": batch.input_ids_BT,
+            "position_ids": batch.position_ids_BT,
+            "attention_mask": None if self.mask is None else self.mask(batch.document_ids_BT, batch.position_ids_BT),
+            "rows": rows_M,
+            "labels": labels_CM,
+            "row_ids": [row.id for one in bins for row in one],
+        }
+
+
+def target_counts(labels_CM: Tensor) -> Tensor:
+    """int64 [C]: targets of every channel."""
+    return (labels_CM != IGNORE).sum(1)

@@ -1,0 +1,241 @@
+"""`fit`: a recipe becomes a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from medusa_train.config.recipe import HeadsOnly, Recipe
+from medusa_train.console import human_count, human_seconds, say
+from medusa_train.errors import UserError
+from medusa_train.modeling.backbone import output_projection
+from medusa_train.modeling.base import Base, load_base
+from medusa_train.provenance import command_line, environment, write_atomic
+from medusa_train.training.arguments import training_arguments, uses_cache
+from medusa_train.training.batches import BinCollator, BinDataset
+from medusa_train.training.cache import CachedRows, build_cache, keep_batch
+from medusa_train.training.callbacks import ConsoleCallback, DriftCallback, KeepBestCallback, describe_metrics
+from medusa_train.training.heldout import HeldOutRows, Replay
+from medusa_train.training.policies import prepare_backbone
+from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
+from medusa_train.training.state import RunFolder, read_tensors
+from medusa_train.training.store import store_run
+from medusa_train.training.trainee import Objective, Trainee
+from medusa_train.training.trainer import MedusaTrainer
+
+
+def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, base: Base | None = None) -> Path:
+    """Trains heads by a recipe and writes the checkpoint `recipe.output_dir`.
+
+    Continues an interrupted run of the same recipe where it was; does nothing where it was finished.
+
+    Args:
+        replay: turns held-out ranks into {"tokens_per_round": ...}; without it the best check is the least loss.
+        restart: throw the run's state away and begin anew.
+        base: an already loaded backbone of the recipe (for callers that train several times).
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        UserError: the recipe cannot be run, the run folder is another recipe's, the loss is not finite, the ordinary
+            head drifted too far.
+    """
+    run, output = RunFolder.of(recipe), Path(recipe.output_dir).expanduser()
+    main = _is_main()
+    if main:
+        run.open(recipe, restart)
+    if run.finished.is_file() and (output / "medusa_manifest.json").is_file() and not restart:
+        say(f"{output}: trained by this very recipe already (--restart trains it anew)")
+        return output
+    started = time.monotonic()
+    base = base or load_recipe_base(recipe)
+    _ = base.fingerprint  # of the files as they are now, before anything is trained
+    rows = load_training_rows(recipe, base)
+    trainer = build_trainer(recipe, base, rows, run, replay)
+    keep_best = next(c for c in trainer.callback_handler.callbacks if isinstance(c, KeepBestCallback))
+    with ExitStack() as stack:
+        for callback in trainer.callback_handler.callbacks:
+            if isinstance(callback, ConsoleCallback):
+                stack.callback(callback.close)
+        result = _train(trainer, run)
+    metrics = _final_metrics(trainer, run, keep_best)
+    facts = {
+        "seconds": round(time.monotonic() - started, 1),
+        "steps": trainer.state.global_step,
+        "train_loss": result.training_loss,
+        "heldout": metrics,
+        "command": command_line(),
+        "environment": environment(),
+    }
+    store_run(trainer, recipe, base, rows.manifest_hash, run, output, facts)
+    if main:
+        write_atomic(run.finished, json.dumps({"steps": trainer.state.global_step, "heldout": metrics}) + "\n")
+        say(f"{output}: {describe_metrics(metrics, '')} in {human_seconds(facts['seconds'])}")
+    return output
+
+
+def load_recipe_base(recipe: Recipe) -> Base:
+    """The recipe's backbone, on the device that this process trains on."""
+    section = recipe.base
+    device = section.device
+    if device is None and torch.cuda.is_available():
+        import os
+
+        device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    return load_base(
+        section.name,
+        dtype=section.dtype,
+        device=device,
+        quantization=section.quantization,
+        revision=section.revision,
+        chat_template=section.chat_template,
+        attn_implementation=section.attn_implementation,
+        trust_remote_code=section.trust_remote_code,
+    )
+
+
+def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay: Replay | None) -> MedusaTrainer:
+    """Everything up to the first step: heads, adapter, cache, data sets, arguments, callbacks."""
+    heads = make_heads(recipe, base, rows.train)
+    device = next(base.model.parameters()).device
+    objective = objective_of(recipe, device)
+    inverse = inverse_map_of(heads, output_projection(base.model))
+    arguments = training_arguments(
+        recipe, run, has_heldout=bool(rows.heldout), base_dtype=output_projection(base.model).weight.dtype
+    )
+    cached_train, cached_heldout = _cached(recipe, base, rows, objective, run, inverse, arguments)
+    backbone = prepare_backbone(base.model, recipe)
+    if objective.trains_backbone:
+        _master_weights(backbone)
+    trainee = Trainee(heads, output_projection(backbone), objective, backbone if cached_train is None else None)
+    heldout = None
+    if rows.heldout:
+        heldout = HeldOutRows(rows.heldout, objective.shifts, inverse, cached_heldout)
+    if cached_train is not None:
+        dataset, collator = cached_train, keep_batch
+    else:
+        dataset = BinDataset(rows.train, recipe.data.max_length, recipe.data.packing)
+        collator = BinCollator(objective.shifts, inverse, recipe.data.pad_to_multiple, _mask_builder(base.model))
+        say(f"{len(rows.train)} rows in {len(dataset)} bins of at most {recipe.data.max_length} tokens")
+    keep_best = KeepBestCallback(run, recipe.evaluation)
+    callbacks = [ConsoleCallback(run), keep_best]
+    if not isinstance(recipe.policy, HeadsOnly):
+        callbacks.append(DriftCallback(recipe.policy.drift))
+    trainer = MedusaTrainer(
+        model=trainee,
+        args=arguments,
+        train_dataset=dataset,
+        data_collator=collator,
+        callbacks=callbacks,
+        recipe=recipe,
+        run=run,
+        heldout=heldout,
+        replay=replay,
+    )
+    from transformers import PrinterCallback, ProgressCallback
+
+    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
+    keep_best.trainer = trainer
+    return trainer
+
+
+def _cached(
+    recipe: Recipe, base: Base, rows: Rows, objective: Objective, run: RunFolder, inverse: Any, arguments: Any
+) -> tuple[CachedRows | None, CachedRows | None]:
+    """Hidden states of training and held-out rows, where the recipe asks for a cache."""
+    if not uses_cache(recipe):
+        return None, None
+    options = recipe.policy.cache
+    folder = Path(options.folder).expanduser() if options.folder else run.path / "cache"
+    part = (arguments.process_index, arguments.world_size)
+    found: list[CachedRows | None] = []
+    for name, some in (("train", rows.train), ("heldout", rows.heldout)):
+        if not some:
+            found.append(None)
+            continue
+        build_cache(
+            folder / name,
+            base,
+            rows.manifest_hash,
+            some,
+            objective.shifts,
+            options,
+            part=part,
+            description=f"{name} rows",
+        )
+        if part[1] > 1:
+            torch.distributed.barrier()
+        # Held-out targets stay token ids: a token that reduced heads do not know counts as a miss there.
+        found.append(CachedRows(folder / name, inverse if name == "train" else None))
+    return found[0], found[1]
+
+
+def _mask_builder(model: Any) -> Any:
+    """document_ids, position_ids -> what the backbone's forward takes as attention_mask."""
+    from medusa_train.modeling.masks import packed_attention_mask
+
+    dtype = model.dtype if model.dtype.is_floating_point else torch.bfloat16
+
+    def build(document_ids_BT: torch.Tensor, position_ids_BT: torch.Tensor) -> Any:
+        return packed_attention_mask(model, document_ids_BT, position_ids_BT, dtype)
+
+    return build
+
+
+def _master_weights(backbone: torch.nn.Module) -> None:
+    """Trainable parameters in fp32: a bf16 weight loses updates smaller than 1/256 of it."""
+    for parameter in backbone.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()
+
+
+def _train(trainer: MedusaTrainer, run: RunFolder) -> Any:
+    """Prints what will be trained, checks that it can be saved, then trains or goes on."""
+    from medusa_train.training.announce import announce, dry_save
+
+    if trainer.args.should_save:
+        run.remove_torn()
+    last = run.last_whole()
+    trainer.create_optimizer()
+    announce(trainer)
+    if last is None:
+        dry_save(trainer, run)
+    if trainer.recipe.policy.kind != "heads_only" and trainer.heldout is not None:
+        trainer.keep_original_rows()
+    if last is not None:
+        say(f"going on from {last.name.replace('checkpoint-', 'step ')}")
+    return trainer.train(resume_from_checkpoint=None if last is None else str(last))
+
+
+def _final_metrics(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) -> dict[str, float]:
+    """Puts the best tensors back and scores them; {} without held-out rows."""
+    if trainer.heldout is None:
+        return {}
+    best = run.best / "best.json"
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if trainer.recipe.evaluation.keep_best and best.is_file() and not sharded:
+        found = json.loads(best.read_text())
+        if found["step"] != trainer.state.global_step:
+            say(f"best held-out {found['metric']} {found['value']:.4f} was at step {found['step']}: kept")
+            read_tensors(run.best, trainer.model)
+    scores, spans = trainer.score()
+    metrics = scores.metrics(trainer.recipe.head_weights())
+    if trainer.replay is not None:
+        metrics |= trainer.replay(spans)
+    return metrics
+
+
+def _is_main() -> bool:
+    import os
+
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+__all__ = ["UserError", "build_trainer", "fit", "human_count", "load_recipe_base"]

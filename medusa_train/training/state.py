@@ -1,0 +1,151 @@
+"""The run folder: what lies in it, what may be resumed, and writing trainable tensors.
+
+<output_dir>.run/recipe.json          the resolved recipe; a run is only ever continued under the same one
+<output_dir>.run/state/checkpoint-N/  trainable tensors, optimizer, schedule, RNG; whole once COMPLETE lies in it
+<output_dir>.run/best/                the tensors of the best held-out check
+<output_dir>.run/cache/               hidden states
+<output_dir>.run/log.jsonl            one line per log entry
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from medusa_train.config.load import diff_recipes
+from medusa_train.config.recipe import Recipe
+from medusa_train.errors import UserError
+from medusa_train.provenance import fsync_folder, write_atomic
+
+COMPLETE = "COMPLETE"
+TENSORS = "trainable.safetensors"
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The folder beside a checkpoint that holds a run's state."""
+
+    path: Path
+
+    @classmethod
+    def of(cls, recipe: Recipe) -> RunFolder:
+        """`<output_dir>.run`."""
+        output = Path(recipe.output_dir).expanduser()
+        return cls(output.with_name(output.name + ".run"))
+
+    @property
+    def state(self) -> Path:
+        """Where the Trainer's checkpoints lie."""
+        return self.path / "state"
+
+    @property
+    def best(self) -> Path:
+        """The best tensors so far."""
+        return self.path / "best"
+
+    @property
+    def log(self) -> Path:
+        """Log entries, one JSON object a line."""
+        return self.path / "log.jsonl"
+
+    @property
+    def finished(self) -> Path:
+        """Written once the checkpoint of this recipe is in place."""
+        return self.path / "finished.json"
+
+    def open(self, recipe: Recipe, restart: bool) -> None:
+        """Makes the folder for this recipe, or checks that it is this recipe's.
+
+        Raises:
+            UserError: it holds the run of another recipe; what differs is shown.
+        """
+        saved = self.path / "recipe.json"
+        if restart:
+            for part in (self.state, self.best):
+                shutil.rmtree(part, ignore_errors=True)
+            for file in (self.finished, self.log, saved):
+                file.unlink(missing_ok=True)
+        try:
+            old = json.loads(saved.read_text())
+        except FileNotFoundError:
+            old = None
+        begun = self.last_whole() is not None or self.finished.is_file()
+        if begun and old is not None and old != recipe.resolved():
+            raise UserError(
+                "this run was begun with another recipe: " + "; ".join(diff_recipes(old, recipe.resolved())),
+                where=str(self.path),
+                fix="train into another output_dir, or begin anew with --restart",
+            )
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_atomic(saved, json.dumps(recipe.resolved(), indent=2) + "\n")
+
+    def last_whole(self) -> Path | None:
+        """The newest checkpoint that was written to its end, or None; torn ones are removed."""
+        found = []
+        for folder in self.state.glob("checkpoint-*"):
+            if (folder / COMPLETE).is_file():
+                found.append(folder)
+        return max(found, key=lambda folder: int(folder.name.rsplit("-", 1)[1]), default=None)
+
+    def remove_torn(self) -> None:
+        """Removes checkpoints whose writing was cut off."""
+        for folder in self.state.glob("checkpoint-*"):
+            if not (folder / COMPLETE).is_file():
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def trainable_tensors(model: nn.Module, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The trainable tensors of a module, by name, on the CPU; from a gathered state dict where sharding needs one."""
+    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    source = model.state_dict() if state is None else {name.replace("_orig_mod.", ""): t for name, t in state.items()}
+    missing = sorted(names - source.keys())
+    if missing:
+        raise RuntimeError(f"the gathered state holds no {missing[0]}")
+    return {name: source[name].detach().to("cpu").contiguous() for name in sorted(names)}
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Writes `trainable.safetensors`, whole or not at all; empty tensors (a sharding not gathered) are refused."""
+    empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
+    if empty:
+        raise RuntimeError(f"{empty[0]} is empty: the weights were not gathered before saving")
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f".{TENSORS}.partial"
+    # Names that share memory (a tied weight) are written once each; safetensors wants memory of their own.
+    save_file(
+        {name: tensor.clone() if tensor._base is not None else tensor for name, tensor in tensors.items()}, temporary
+    )
+    temporary.chmod(0o644)
+    temporary.replace(folder / TENSORS)
+    fsync_folder(folder)
+
+
+@torch.no_grad()
+def read_tensors(folder: Path, model: nn.Module) -> None:
+    """Copies the tensors of `folder` into the module's trainable parameters; names and shapes must be the same."""
+    stored = load_file(folder / TENSORS, device="cpu")
+    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if stored.keys() != wanted.keys():
+        raise UserError(
+            f"the saved state does not fit: {sorted(stored.keys() ^ wanted.keys())[:3]} on one side only",
+            where=str(folder),
+        )
+    for name, parameter in wanted.items():
+        if parameter.shape != stored[name].shape:
+            raise UserError(
+                f"{name} is {list(stored[name].shape)}, the model needs {list(parameter.shape)}", where=str(folder)
+            )
+        parameter.copy_(stored[name])
+
+
+def append_log(path: Path, entry: dict[str, Any]) -> None:
+    """One line of the run's log."""
+    with open(path, "a", encoding="utf-8") as handle:
+        handle.write(json.dumps(entry) + "\n")

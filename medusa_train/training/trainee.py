@@ -1,0 +1,295 @@
+"""What the Trainer trains: a module that holds the heads (and the backbone) and turns a batch into channel losses.
+
+A channel is a source of loss with its own targets and count: the lm_head (`lm`, shift 1; cross entropy or KL to the
+teacher) and the heads (`head0`.. , shift j+2). `forward` returns sums, never means: dividing is the Trainer's, once,
+by the counts of the whole optimizer step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from medusa_train.modeling.backbone import OutputProjection, hidden_states
+from medusa_train.modeling.heads import MedusaHeads
+from medusa_train.training import fused, losses
+from medusa_train.training.fused import FusedOptions, Projection
+from medusa_train.training.losses import LossTerms
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Which channels a policy trains.
+
+    Attributes:
+        policy: heads_only, joint or self_distill.
+        num_heads: K.
+        implementation: fused, reference or liger.
+        options: chunk size and ranking of the fused loss.
+    """
+
+    policy: str
+    num_heads: int
+    implementation: str = "fused"
+    options: FusedOptions = field(default_factory=FusedOptions)
+
+    @property
+    def trains_backbone(self) -> bool:
+        """Whether there is an lm channel, first in every list of channels."""
+        return self.policy != "heads_only"
+
+    @property
+    def shifts(self) -> tuple[int, ...]:
+        """How far ahead each channel's targets lie."""
+        heads = tuple(j + 2 for j in range(self.num_heads))
+        return (1, *heads) if self.trains_backbone else heads
+
+    @property
+    def channels(self) -> tuple[str, ...]:
+        """Names of the channels, as they appear in logs."""
+        heads = tuple(f"head{j}" for j in range(self.num_heads))
+        if not self.trains_backbone:
+            return heads
+        return ("kl" if self.policy == "self_distill" else "lm", *heads)
+
+
+class Trainee(nn.Module):
+    """Heads and, unless hidden states come from a cache, the backbone.
+
+    Args:
+        backbone: the transformers model, a PeftModel around it, or None with cached hidden states.
+        projection: the backbone's output projection; `shared` heads, the lm channel and scale / soft-cap need it.
+    """
+
+    def __init__(
+        self, heads: MedusaHeads, projection: OutputProjection, objective: Objective, backbone: nn.Module | None
+    ) -> None:
+        super().__init__()
+        self.heads, self.objective = heads, objective
+        self.backbone = backbone
+        self._projection = projection
+        self._original: tuple[Tensor, Tensor | None] | None = None
+        # FSDP wraps by these class names; a wrapper that is no PreTrainedModel has to pass them on.
+        self._no_split_modules = getattr(backbone, "_no_split_modules", None)
+        self.frozen_projection: nn.Module | None = None
+        if backbone is None and heads.projections is None:
+            # Cached hidden states with shared heads: only the lm_head itself stays with the heads.
+            self.frozen_projection = projection.module
+
+    @property
+    def projection(self) -> OutputProjection:
+        """The backbone's output projection, through the module that is registered here (wrappers move it)."""
+        return self._projection
+
+    def activation_checkpointing_enable(self, **arguments: Any) -> None:
+        """Called by the Trainer for `activation_checkpointing: true`; concerns the backbone only."""
+        inner = self.backbone
+        if inner is None or not self.objective.trains_backbone:
+            return
+        if hasattr(inner, "enable_input_require_grads"):
+            inner.enable_input_require_grads()
+        enable = getattr(inner, "activation_checkpointing_enable", None) or inner.gradient_checkpointing_enable
+        enable(**{key: value for key, value in arguments.items() if value is not None})
+
+    def train(self, mode: bool = True) -> Trainee:
+        """A frozen backbone stays in eval mode: no dropout, no buffer that moves."""
+        super().train(mode)
+        if self.backbone is not None and not self.objective.trains_backbone:
+            self.backbone.eval()
+        return self
+
+    def forward(
+        self,
+        labels: Tensor,
+        rows: Tensor | None = None,
+        hidden: Tensor | None = None,
+        input_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        expected: Tensor | None = None,
+        targets: Tensor | None = None,
+        original: Tensor | None = None,
+    ) -> dict[str, Tensor]:
+        """Sums of every channel's loss over this micro-batch.
+
+        With `targets` given it scores held-out rows instead (`heldout.score_rows`), against the `original` hidden rows
+        of the untouched backbone where drift is asked for.
+
+        Args:
+            labels: int64 [C, M], IGNORE where a row has no target in a channel.
+            rows: int64 [M], flat positions b*T+t of the supervised rows.
+            hidden: [M, D] cached hidden states, in place of ids.
+            expected: [C], the weights lambda_c / N_c by which the sums will be multiplied, if known.
+
+        Returns:
+            sums [C] (fp32), hits [C, 10] exact-rank hits and ranked [C] among the rows that were ranked.
+        """
+        if targets is not None:
+            return self._score(labels, targets, original, rows, hidden, input_ids, position_ids)
+        teacher_MD = None
+        if hidden is None:
+            if self.objective.policy == "self_distill":
+                with torch.no_grad(), adapter_off(self.backbone):
+                    teacher_MD = self._rows(input_ids, position_ids, attention_mask, rows)
+            with contextlib.nullcontext() if self.objective.trains_backbone else torch.no_grad():
+                hidden = self._rows(input_ids, position_ids, attention_mask, rows)
+        hidden = self._compute(hidden)
+        terms, ranked = [], []
+        for index, name in enumerate(self.objective.channels):
+            options = self.objective.options
+            if expected is not None:
+                options = replace(options, expected_gradient=expected[index])
+            if name == "kl":
+                terms.append(self._kl(self._compute(teacher_MD), hidden, labels[index], options))
+                ranked.append(None)
+                continue
+            term, ranks = self._cross_entropy(self._channel(hidden, name), labels[index], options)
+            terms.append(term)
+            ranked.append(ranks)
+        return {"sums": torch.stack([term.sum for term in terms]), **_stack_ranks(ranked, labels)}
+
+    @torch.no_grad()
+    def _score(
+        self,
+        labels: Tensor,
+        targets: Tensor,
+        original: Tensor | None,
+        rows: Tensor | None,
+        hidden: Tensor | None,
+        input_ids: Tensor | None,
+        position_ids: Tensor | None,
+    ) -> dict[str, Tensor]:
+        from medusa_train.training.heldout import score_rows
+
+        if hidden is None:
+            hidden = self._rows(input_ids, position_ids, None, rows)
+        hidden = self._compute(hidden)
+        names = ("lm" if name == "kl" else name for name in self.objective.channels)
+        channels = [self._channel(hidden, name) for name in names]
+        before = None if original is None else self.original_projection(self._compute(original))
+        with torch.autocast(labels.device.type, enabled=False):
+            scores = score_rows(channels, labels, targets, before)
+        return {**scores, "hidden": hidden}
+
+    def keep_original(self) -> None:
+        """Remembers the untouched lm_head before the first step; only full fine-tuning needs a copy of it."""
+        if not hasattr(self.backbone, "disable_adapter"):
+            weight, bias = self.projection.weight.detach().clone(), self.projection.bias
+            self._original = (weight, None if bias is None else bias.detach().clone())
+
+    def original_projection(self, rows_MD: Tensor) -> Projection:
+        """The untouched backbone's output projection of some rows."""
+        if self._original is None:
+            with adapter_off(self.backbone):
+                return projection_of(self.projection, rows_MD)
+        weight, bias = self._original
+        return Projection(((rows_MD, weight),), bias, self.projection.scale, self.projection.softcap)
+
+    def _rows(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor) -> Tensor:
+        hidden_BTD = hidden_states(
+            self.backbone, input_ids, attention_mask=attention_mask, position_ids_BT=position_ids
+        )
+        return hidden_BTD.flatten(0, 1).index_select(0, rows)
+
+    def _compute(self, rows_MD: Tensor) -> Tensor:
+        """Rows in the dtype of the computation: autocast's where it is on, else the heads' own."""
+        kind = rows_MD.device.type
+        if torch.is_autocast_enabled(kind):
+            return rows_MD.to(torch.get_autocast_dtype(kind))
+        return rows_MD.to(next(self.heads.parameters()).dtype)
+
+    def _channel(self, hidden_MD: Tensor, name: str) -> Projection:
+        if name == "lm":
+            return projection_of(self.projection, hidden_MD)
+        head = int(name.removeprefix("head"))
+        features_MD = self.heads.features(hidden_MD, head).to(hidden_MD.dtype)
+        if self.heads.projections is None:
+            return projection_of(self.projection, features_MD)
+        linear = self.heads.projections[head]
+        return Projection(((features_MD, linear.weight),), linear.bias, self.projection.scale, self.projection.softcap)
+
+    def _cross_entropy(self, projection: Projection, labels_M: Tensor, options: FusedOptions) -> tuple[LossTerms, Any]:
+        if self.objective.implementation == "reference":
+            return losses.cross_entropy_terms(dense_logits(projection), labels_M), None
+        if self.objective.implementation == "liger" and len(projection.products) == 1:
+            from medusa_train.training.liger import liger_cross_entropy
+
+            return liger_cross_entropy(projection, labels_M), None
+        with torch.autocast(labels_M.device.type, enabled=False):
+            return fused.fused_cross_entropy(projection, labels_M, options)
+
+    def _kl(self, teacher_MD: Tensor, student_MD: Tensor, labels_M: Tensor, options: FusedOptions) -> LossTerms:
+        with adapter_off(self.backbone):
+            teacher = projection_of(self.projection, teacher_MD)
+        student = projection_of(self.projection, student_MD)
+        if self.objective.implementation == "reference":
+            with torch.no_grad():
+                teacher_logits = dense_logits(teacher)
+            return losses.reference_kl_terms(teacher_logits, dense_logits(student), labels_M)
+        with torch.autocast(labels_M.device.type, enabled=False):
+            return fused.fused_kl(teacher, student, labels_M, options)
+
+
+def _stack_ranks(ranked: list[Any], labels: Tensor) -> dict[str, Tensor]:
+    width = max((len(one.hits) for one in ranked if one is not None), default=fused.TOP)
+    nothing = torch.zeros(width, dtype=torch.int64, device=labels.device)
+    zero = torch.zeros((), dtype=torch.int64, device=labels.device)
+    return {
+        "hits": torch.stack([nothing if one is None else one.hits for one in ranked]),
+        "ranked": torch.stack([zero if one is None else one.count for one in ranked]),
+    }
+
+
+def projection_of(projection: OutputProjection, rows_MD: Tensor) -> Projection:
+    """The backbone's output projection of some rows, an adapter on the lm_head kept as a second, low-rank product."""
+    module = projection.module
+    bias = projection.bias
+    if not hasattr(module, "get_base_layer"):
+        return Projection(((rows_MD, _weight_of(module)),), bias, projection.scale, projection.softcap)
+    products = [(rows_MD, _weight_of(module.get_base_layer()))]
+    if not module.disable_adapters:
+        for name in module.active_adapters:
+            if name in module.lora_A:
+                dropped = module.lora_dropout[name](rows_MD)
+                narrow_Mr = nn.functional.linear(dropped, module.lora_A[name].weight.to(rows_MD.dtype))
+                products.append((narrow_Mr * module.scaling[name], module.lora_B[name].weight))
+    return Projection(tuple(products), bias, projection.scale, projection.softcap)
+
+
+def _weight_of(linear: nn.Module) -> Tensor:
+    """[V, D] in floating point; a quantized lm_head is dequantized for this use."""
+    weight = linear.weight
+    if weight.dtype.is_floating_point and getattr(weight, "quant_state", None) is None:
+        return weight
+    from medusa_train.modeling.heads import dense_projection
+
+    return dense_projection(OutputProjection(linear))[0]
+
+
+def dense_logits(projection: Projection) -> Tensor:
+    """The logits of a `Projection`, all of them: [M, V] fp32."""
+    total = sum(x.float() @ w.to(x.dtype).float().T for x, w in projection.products)
+    if projection.bias is not None:
+        total = total + projection.bias.to(projection.products[0][0].dtype).float()
+    total = total * projection.scale
+    if projection.softcap is not None:
+        total = torch.tanh(total / projection.softcap) * projection.softcap
+    return total
+
+
+@contextlib.contextmanager
+def adapter_off(model: nn.Module) -> Iterator[None]:
+    """The teacher: adapters off and dropout off; adapters and modes are back afterwards, also after an exception."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        model.eval()
+        with model.disable_adapter():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training

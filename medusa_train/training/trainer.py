@@ -1,0 +1,278 @@
+"""The transformers Trainer with what Medusa needs of its own: exact denominators, groups, small checkpoints, stops.
+
+Overridden, and why:
+- `_get_num_items_in_batch`: every channel has its own count, so the one scalar becomes a vector, summed over the
+  accumulated micro-batches and over ranks (private; `tests/training/test_trainer_hooks.py` pins it).
+- `compute_loss`: sums / counts, multiplied by the number of processes because gradients are averaged over them.
+- `create_optimizer`: the heads' parameters go into groups of their own.
+- `_save`, `_load_from_checkpoint`: trainable tensors only, never the frozen backbone.
+- `_save_checkpoint`: a checkpoint counts once COMPLETE lies in it, and only then older ones may go.
+- `evaluate`: held-out rows, per channel.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import Trainer
+
+from medusa_train.config.recipe import HeadsOnly, Recipe
+from medusa_train.errors import UserError
+from medusa_train.provenance import fsync_folder, write_atomic
+from medusa_train.training.batches import target_counts
+from medusa_train.training.heldout import HeldOutRows, Replay, Scores
+from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
+from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
+
+FORWARD = ("labels", "rows", "hidden", "input_ids", "position_ids", "attention_mask")
+
+
+class MedusaTrainer(Trainer):
+    """Trains a `Trainee` by a recipe.
+
+    Args:
+        recipe: decides weights, groups, what counts as best.
+        run: the run folder.
+        heldout: held-out rows, or None.
+        replay: turns held-out ranks into tokens_per_round, or None.
+        Everything else is the Trainer's.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        recipe: Recipe,
+        run: RunFolder,
+        heldout: HeldOutRows | None,
+        replay: Replay | None,
+        **kwargs: Any,
+    ) -> None:
+        self.recipe, self.run, self.heldout, self.replay = recipe, run, heldout, replay
+        self.groups: list[ParamGroup] = []
+        self.channels = kwargs["model"].objective.channels
+        self.original_rows: dict[int, Tensor] = {}
+        # The library wants some data set where eval_strategy is set; `evaluate` below reads `heldout`.
+        super().__init__(*args, eval_dataset=None if heldout is None else heldout.rows, **kwargs)
+        self.loss_is_scaled_for_ga = True
+        self._counted: Tensor | None = None
+        self._totals: dict[str, Tensor] = {}
+        self._first_bad: Tensor | None = None
+        # Row ids of the micro-batches since the last look at `_first_bad`.
+        self._recent: deque[tuple[int, list[Any]]] = deque(maxlen=4096)
+
+    # -- denominators and loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[dict[str, Any]], device: torch.device) -> Tensor | None:
+        """int64 [C]: supervised targets of every channel in the whole optimizer step, all ranks."""
+        if not batch_samples:
+            return None
+        counts_C = torch.stack([target_counts(batch["labels"]) for batch in batch_samples]).sum(0).to(device)
+        if self.args.world_size > 1:
+            counts_C = self.accelerator.reduce(counts_C, reduction="sum")
+        return counts_C
+
+    def compute_loss(
+        self,
+        model: torch.nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | None = None,
+    ) -> Any:
+        """sum_c lambda_c S_c / N_c of this micro-batch, times the number of processes."""
+        weights = torch.tensor(channel_weights(self.recipe, self.state.global_step, self.state.max_steps))
+        scale_C = weights.to(num_items_in_batch.device) / num_items_in_batch.clamp(min=1) * self.args.world_size
+        known = None if self.args.fp16 else scale_C  # a gradient scaler multiplies what arrives
+        outputs = model(**{name: inputs[name] for name in FORWARD if name in inputs}, expected=known)
+        loss = (outputs["sums"] * scale_C).sum()
+        self._remember(outputs, inputs, loss)
+        return (loss, outputs) if return_outputs else loss
+
+    @torch.no_grad()
+    def _remember(self, outputs: dict[str, Tensor], inputs: dict[str, Any], loss: Tensor) -> None:
+        """Adds this micro-batch to the sums that the next log divides; nothing here waits for the device."""
+        counts = target_counts(inputs["labels"])
+        for name, value in (("sums", outputs["sums"]), ("hits", outputs["hits"]), ("ranked", outputs["ranked"])):
+            value = value.detach().double()
+            self._totals[name] = self._totals[name] + value if name in self._totals else value
+        self._totals["counts"] = self._totals.get("counts", 0) + counts
+        step = self.state.global_step + 1
+        self._recent.append((step, inputs.get("row_ids", [])))
+        bad = torch.where(torch.isfinite(loss.detach()), 0, step)
+        if self._first_bad is None:
+            self._first_bad = torch.zeros_like(bad)
+        self._first_bad = torch.where(self._first_bad == 0, bad, self._first_bad)
+        if self._first_bad.device.type == "cpu":
+            self.stop_if_not_finite(outputs["sums"], counts)
+
+    def stop_if_not_finite(self, sums: Tensor | None = None, counts: Tensor | None = None) -> None:
+        """Ends the run where a loss was NaN or infinite.
+
+        Raises:
+            UserError: with step, rows and counts.
+        """
+        if self._first_bad is None or int(self._first_bad) == 0:
+            return
+        step = int(self._first_bad)
+        rows = [name for at, ids in self._recent if at == step for name in ids]
+        shown = ", ".join(str(name) for name in rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
+        detail = ""
+        if sums is not None:
+            pairs = zip(self.channels, sums.tolist(), counts.tolist(), strict=True)
+            detail = "; sums " + ", ".join(f"{name} {total:g} over {count}" for name, total, count in pairs)
+        raise UserError(
+            f"the loss is not finite{detail}",
+            where=f"step {step}, rows {shown or 'unknown'}",
+            fix="lower training.learning_rate or set training.max_grad_norm; look at the rows with `medusa-train show`",
+        )
+
+    # -- optimizer
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The library's optimizer with the heads in groups of their own."""
+        fresh = self.optimizer is None
+        optimizer = super().create_optimizer(model)
+        if fresh:
+            policy = self.recipe.policy
+            multiplier = 1.0 if isinstance(policy, HeadsOnly) else policy.head_lr_multiplier
+            self.groups = split_groups(optimizer, self.model if model is None else model, multiplier)
+        else:
+            check_cover(self.groups, (self.model if model is None else model).named_parameters())
+        return optimizer
+
+    # -- checkpoints of the run
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        """Trainable tensors only; the frozen backbone is on disk already."""
+        if self.args.should_save:
+            write_tensors(Path(output_dir or self.args.output_dir), trainable_tensors(self.model, state_dict))
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.stop_if_not_finite()
+        folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+        if folder.is_dir() and (folder / COMPLETE).is_file():
+            return
+        limit, self.args.save_total_limit = self.args.save_total_limit, None  # nothing goes before this one is whole
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args.save_total_limit = limit
+        self.accelerator.wait_for_everyone()
+        if self.args.should_save:
+            for path in folder.iterdir():
+                if path.is_file():
+                    with open(path, "rb") as handle:
+                        os.fsync(handle.fileno())
+            fsync_folder(folder)
+            write_atomic(folder / COMPLETE, "")
+            self._remove_old(limit or 2)
+
+    def _remove_old(self, keep: int) -> None:
+        import shutil
+
+        folders = sorted(self.run.state.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
+        for folder in folders[:-keep]:
+            (folder / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        read_tensors(Path(resume_from_checkpoint), self.model if model is None else model)
+
+    # -- held-out checks
+
+    def score(self, model: torch.nn.Module | None = None) -> tuple[Scores, list[Any]]:
+        """Scores all held-out rows: sums, and the spans of ranks (on every rank; sharded models score together)."""
+        heldout, sharded = self.heldout, self.is_fsdp_enabled or self.is_deepspeed_enabled
+        model = (self.model_wrapped if sharded else self.model) if model is None else model
+        members = None
+        if self.args.world_size > 1 and not sharded:
+            members = range(self.args.process_index, len(heldout.rows), self.args.world_size)
+        scores, tables = Scores.zero(self._score_names()), []
+        was_training = model.training
+        model.eval()
+        with self.compute_loss_context_manager(), torch.no_grad():
+            for number, batch in enumerate(heldout.batches(members)):
+                inputs = self._prepare_inputs(dict(batch.inputs))
+                if self.original_rows:
+                    inputs["original"] = self.original_rows[number].to(inputs["labels"].device)
+                output = self._autocast(model)(**inputs)
+                scores.add(output)
+                heads = output["ranks"][-heldout.num_heads :].T.cpu().numpy()
+                tables.append((heads, batch.row_M.numpy(), batch.position_M.numpy()))
+        model.train(was_training)
+        ranks, rows, positions = (np.concatenate(parts) for parts in zip(*tables, strict=True))
+        spans = heldout.spans(ranks, rows, positions)
+        if members is not None:
+            scores, spans = self._gather(scores, spans)
+        return scores, spans
+
+    def _autocast(self, model: torch.nn.Module) -> Any:
+        """The model's forward under the run's mixed precision, also where accelerate has not wrapped it (yet)."""
+
+        def forward(**inputs: Any) -> dict[str, Tensor]:
+            with self.accelerator.autocast():
+                return model(**inputs)
+
+        return forward
+
+    def _score_names(self) -> tuple[str, ...]:
+        return tuple("lm" if name == "kl" else name for name in self.channels)
+
+    def _gather(self, scores: Scores, spans: list[Any]) -> tuple[Scores, list[Any]]:
+        from accelerate.utils import gather_object
+
+        for name in ("sums", "counts", "ranked", "hits", "drift"):
+            total = torch.from_numpy(getattr(scores, name)).to(self.args.device)
+            getattr(scores, name)[...] = self.accelerator.reduce(total, reduction="sum").cpu().numpy()
+        return scores, sorted(gather_object(spans), key=lambda span: span.row_id)
+
+    @torch.no_grad()
+    def keep_original_rows(self) -> None:
+        """Before the first step: the untouched backbone's hidden states of held-out rows, for the drift."""
+        self.model.keep_original()
+        self.model.eval()
+        for number, batch in enumerate(self._own_batches()):
+            output = self._autocast(self.model)(**self._prepare_inputs(dict(batch.inputs)))
+            self.original_rows[number] = output["hidden"].to("cpu")
+
+    def _own_batches(self) -> Any:
+        members = None
+        if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
+            members = range(self.args.process_index, len(self.heldout.rows), self.args.world_size)
+        return self.heldout.batches(members)
+
+    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
+        """Held-out loss and top-1/5/10 of every channel, drift, and the replayed tokens_per_round."""
+        self.stop_if_not_finite()
+        scores, spans = self.score()
+        found = scores.metrics(self.recipe.head_weights())
+        if self.replay is not None:
+            found |= self.replay(spans)
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the per-channel training losses and accuracies since the last log."""
+        if "loss" in logs and self._totals:
+            self.stop_if_not_finite()
+            totals, self._totals = self._totals, {}
+            if self.args.world_size > 1:
+                totals = {name: self.accelerator.reduce(value, reduction="sum") for name, value in totals.items()}
+            counts, ranked = totals["counts"].clamp(min=1), totals["ranked"].clamp(min=1)
+            for index, name in enumerate(self.channels):
+                logs[f"{name}_loss"] = float(totals["sums"][index] / counts[index])
+                if totals["ranked"][index] > 0:
+                    for top in (1, 5, 10):
+                        logs[f"{name}_top{top}"] = float(totals["hits"][index, :top].sum() / ranked[index])
+            self._recent.clear()
+        super().log(logs, start_time)
