@@ -207,7 +207,11 @@ def command(
     paths = write_report(report, folder)
     if trace is not None:
         say(f"{write_trace(trace, measured)} rounds written to {trace}")
-    results().print(summary(report))
+    if results().is_terminal:
+        results().print(summary(report))
+    else:
+        # Without a terminal there is no width to fit: the same lines as in report.txt.
+        typer.echo(paths["txt"].read_text(encoding="utf-8"), nl=False)
     say(f"report: {paths['html']} (also {paths['json'].name} and {paths['txt'].name} there)")
     if not report.passed:
         say("an answer that must equal plain greedy decoding's does not: see exactness above")

@@ -5,9 +5,9 @@ matrices of other heights, sums are rounded in another order, and two candidates
 places. A divergence is a near-tie when BOTH tokens stand within `NEAR_TIE_ULPS` units in the last place of the highest
 logit, recomputed by one forward over the whole text; anything wider is a failure.
 
-Why 4: each of the two logits is itself rounded to the format in each of the two arms, half a unit each, so that the
-difference of two logits moves by up to 2 units from that last rounding alone; as much again is granted to the rounding
-of the hidden states underneath.
+Why 6: three stock ways of computing the same logits (the whole text in one forward, 16 rows at a time, one row at a
+time) were compared at 1,026 places of SmolLM2-135M's greedy answers in bf16. The difference between the two best logits
+moved by 0 units at the median, 2 at the 99 % quantile and 5 at most. The bound is the first above what was seen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NEAR_TIE_ULPS = 4
+NEAR_TIE_ULPS = 6
 # Stored bits of the significand: one unit in the last place of x is 2**(floor(log2 |x|) - bits).
 SIGNIFICAND_BITS = {"bfloat16": 7, "float16": 10}
 
@@ -32,8 +32,7 @@ def bound_rule(dtype: str) -> str:
     return (
         f"{dtype}: a divergence is a near-tie when both tokens' logits lie within {NEAR_TIE_ULPS} units in the last "
         f"place of the highest logit (one unit is {2.0 ** (4 - bits):g} for logits of 16 to 32), else it is a failure. "
-        "The last rounding of two logits in two arms alone moves their difference by up to 2 units; as much again is "
-        "granted to the hidden states underneath"
+        "Other matrix heights alone were seen to move the difference of the two best logits by up to 5 units"
     )
 
 

@@ -183,14 +183,14 @@ def test_a_report_survives_its_own_json():
 
 
 def test_the_shipped_schema_is_the_models_schema():
-    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "run scripts of the module: schema_text() changed"
+    assert SCHEMA_FILE.read_text(encoding="utf-8") == schema_text(), "write schema_text() to the file again"
     assert json.loads(schema_text())["properties"]["schema_version"]["const"] == 1
 
 
 def test_tokens_that_do_not_add_up_are_a_defect():
     records = hand_records()
     turn = records[0].turns[0]
-    broken = dataclasses.replace(turn.arms[0], token_ids=turn.arms[0].token_ids + (1,))
+    broken = dataclasses.replace(turn.arms[0], token_ids=(*turn.arms[0].token_ids, 1))
     records[0] = dataclasses.replace(records[0], turns=(dataclasses.replace(turn, arms=(broken,)),))
     with pytest.raises(AssertionError, match="9 tokens published by 5 rounds"):
         report_of(records)

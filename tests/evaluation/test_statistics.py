@@ -77,7 +77,7 @@ def test_histogram_counts_and_refuses_what_cannot_be():
 
 
 def test_exact_rank_accuracy_by_hand():
-    """Text 10 11 12 13 14. Round 1: root 10, one accepted; round 2: root 12, none; round 3: root 13; round 4: root 14."""
+    """Text 10 11 12 13 14. Rounds: root 10 and one accepted; root 12, none; root 13, none; root 14, none."""
     rounds = [
         # true t+2 from the root's predecessor: 11 (head 0, rank 1), 12 (head 1, rank 3)
         round_record((0,), (10, 11), proposals=((11, 90, 91), (80, 81, 12))),
