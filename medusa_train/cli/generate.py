@@ -75,9 +75,9 @@ def command(
         bool, typer.Option("--trust-remote-code", help="Run code that comes with the base. Only for bases you trust.")
     ] = False,
 ) -> None:
-    """Stream an answer. Tokens that the heads guessed and the model confirmed are coloured; the rest is the model's own.
+    """Stream an answer with the heads on; it ends with tokens per round and speed.
 
-    Ends with tokens per round and speed.
+    Tokens that the heads guessed and the model confirmed are coloured; the rest is the model's own.
     """
     text = _prompt_text(prompt)
     from medusa_train.checkpoint import load_with_base

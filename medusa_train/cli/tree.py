@@ -130,9 +130,9 @@ def command(
         store_tree(opened.folder, content)
         job.say_stored(opened.folder)
     if out is not None:
-        from medusa_train.provenance import write_atomic
-
         import json
+
+        from medusa_train.provenance import write_atomic
 
         write_atomic(out, json.dumps(content, indent=1) + "\n")
 

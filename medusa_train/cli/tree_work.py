@@ -17,7 +17,7 @@ from medusa_train.decoding.held_out import held_out
 from medusa_train.decoding.overhead import Overhead, measure_overhead
 from medusa_train.decoding.ranks import supervised_spans
 from medusa_train.decoding.replay import replay
-from medusa_train.decoding.search import exact_rank_accuracies, independent_tree, search
+from medusa_train.decoding.search import exact_rank_accuracies, search
 from medusa_train.decoding.settings import DecodeSettings
 from medusa_train.decoding.tree import DraftTree
 from medusa_train.decoding.tree_text import draw_tree, parse_tree

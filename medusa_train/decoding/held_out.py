@@ -1,7 +1,7 @@
 """What a search is worth on rows that it did not see.
 
-Rows are cut into folds by the hash of their id; the tree that is replayed on a fold was searched on the others. Every row
-is used for both, never at once. The tree that is stored is searched on all rows.
+Rows are cut into folds by the hash of their id; the tree that is replayed on a fold was searched on the others. Every
+row is used for both, never at once. The tree that is stored is searched on all rows.
 """
 
 from __future__ import annotations

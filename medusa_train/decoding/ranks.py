@@ -1,8 +1,8 @@
 """Ranks of the true next tokens along text: what every tree search and replay is made from.
 
 A span is a run of supervised tokens. With its token o as a round's root, head j guesses token o+1+j from the hidden
-state before the root, so ranks_SK[o, j] is the rank that token o+1+j has in head j (MISS: not among the top_k; END: past
-the span).
+state before the root, so ranks_SK[o, j] is the rank that token o+1+j has in head j (MISS: not among the top_k; END:
+past the span).
 
 Shape letters: S tokens of a span, K heads, M rows.
 """
