@@ -28,3 +28,49 @@ def download_checkpoint(name: str, revision: str | None) -> Path:
             fix="heads of another program come in with `medusa-train import`",
         )
     return folder
+
+
+def download_foreign(name: str) -> Path:
+    """Fetches another program's heads `owner/name` into the hub's cache; returns the local folder."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=["*.safetensors", "*.json", "*.pt", "*.bin"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise UserError(
+            f"nothing named {name!r} here, and the hub cannot give it ({type(error).__name__})",
+            fix="check the spelling, log in with `hf auth login`, or name a local folder",
+        ) from error
+
+
+def push_folder(folder: Path, repo_id: str, *, private: bool, message: str) -> str:
+    """Uploads a folder to the hub as model repository `repo_id` (made if need be); returns its address.
+
+    Raises:
+        UserError: not logged in, no permission, no network, an impossible name.
+    """
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    api = HfApi()
+    try:
+        address = api.create_repo(repo_id, private=private, exist_ok=True, repo_type="model")
+        api.upload_folder(folder_path=folder, repo_id=address.repo_id, commit_message=message, repo_type="model")
+    except HFValidationError as error:
+        raise UserError(f"{repo_id!r} is no name for a repository", allowed="owner/name") from error
+    except LocalTokenNotFoundError as error:
+        raise UserError("not logged in to the hub", fix="run `hf auth login`, or set HF_TOKEN") from error
+    except HfHubHTTPError as error:
+        status = getattr(error.response, "status_code", "?")
+        raise UserError(
+            f"the hub refused the upload to {repo_id} (status {status})",
+            fix="check that you are logged in (`hf auth whoami`) and may write there",
+        ) from error
+    except (httpx.HTTPError, OSError) as error:
+        raise UserError(
+            f"the hub cannot be reached ({type(error).__name__}); nothing was uploaded",
+            fix=f"connect and run the command again; the export lies in {folder}",
+        ) from error
+    return str(address)
