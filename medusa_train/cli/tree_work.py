@@ -200,20 +200,23 @@ def calibration_rows(base: Any, recipe: dict[str, Any], paths: Sequence[str]) ->
     Raises:
         UserError: the checkpoint's recipe names no rows and neither does the user.
     """
-    from medusa_train.dataset import load_rows, split_rows
+    from medusa_train.dataset import RenderOptions, load_rows, split_rows
 
     data = recipe.get("data", {})
-    options = row_options(data)
+    # Rendered as in training, so that calibration reads the same ids.
+    options = RenderOptions(
+        **{
+            "max_length": data.get("max_length", 2048),
+            "max_drop_fraction": data.get("max_drop_fraction", 0.2),
+            **data.get("render", {}),
+        }
+    )
     if paths or data.get("heldout"):
         return list(load_rows(list(paths or data["heldout"]), base, options).rows)
     if not data.get("train"):
         raise UserError("this checkpoint's recipe names no data", fix="name rows to calibrate on with --data")
     rows = load_rows(list(data["train"]), base, options).rows
-    return list(split_rows(rows, data.get("heldout_fraction", 0.05), seed=data.get("split_seed", 0))[1])
-
-
-def row_options(data: dict[str, Any]) -> Any:
-    """How the training rendered its rows, so that calibration reads the same ids."""
-    from medusa_train.dataset import RowOptions
-
-    return RowOptions(max_length=data.get("max_length", 2048), **data.get("render", {}))
+    fraction = data.get("heldout_fraction", 0.05)
+    if fraction == 0:
+        raise UserError("this checkpoint's recipe held no rows out", fix="name rows to calibrate on with --data")
+    return list(split_rows(rows, fraction, data.get("split_seed", 0))[1])

@@ -59,7 +59,8 @@ def calibrate(
         hidden_TD = hidden_states(model, ids[None])[0] if found else None
         for start, end in found:
             ranks, greedy = span_ranks(heads, projection, hidden_TD[start - 1 : end - 1], ids[start:end], top_k)
-            spans.append(RankSpan(ranks, greedy, row.id, row.source))
+            # Answers to one prompt belong together when rows are held out from a search.
+            spans.append(RankSpan(ranks, greedy, getattr(row, "group", "") or row.id, row.source))
         if on_row is not None:
             on_row(sum(end - start for start, end in found))
     if not spans:

@@ -58,8 +58,8 @@ class TreeDecoder:
     ) -> None:
         tree = tree or DraftTree()
         if check:
-            check_supported(model)
             _check_attention(model)
+            check_supported(model)
         if heads is None and tree.num_nodes:
             raise UserError("a tree with guesses needs heads to fill it")
         self.model, self.heads, self.tree, self.tokenizer = model, heads, tree, tokenizer

@@ -24,7 +24,8 @@ class RankSpan:
     Attributes:
         ranks_SK: int16 [S, K].
         greedy_S: bool [S]; whether the backbone's argmax at its place is this very token.
-        row_id: of the row the span is from; `source` is the row's source or category.
+        row_id: of the row the span is from (of its group, where rows share a prompt).
+        source: where the row was read.
     """
 
     ranks_SK: np.ndarray
