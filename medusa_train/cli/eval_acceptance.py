@@ -26,6 +26,7 @@ class AcceptanceMode(str, Enum):
     sample = "sample"
 
 
+DEFAULT_PROMPTS = 24
 DECODING, SAMPLING, OUTPUT = "What is decoded", "Acceptance modes", "Output"
 
 
@@ -55,8 +56,14 @@ def command(
         ),
     ] = None,
     max_prompts: Annotated[
-        int, typer.Option(min=1, help="Prompts to decode, spread evenly over the categories.", rich_help_panel=DECODING)
-    ] = 24,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Prompts to decode, spread evenly over the categories.",
+            rich_help_panel=DECODING,
+            show_default=str(DEFAULT_PROMPTS),
+        ),
+    ] = None,
     full: Annotated[
         bool, typer.Option("--full", help="Decode every prompt of the suite.", rich_help_panel=DECODING)
     ] = False,
@@ -160,6 +167,8 @@ def command(
         return
     if not checkpoints:
         raise UserError("no checkpoint was named", fix="medusa-train eval-acceptance CHECKPOINT")
+    modes = tuple(dict.fromkeys(entry.value for entry in mode or [AcceptanceMode.greedy]))
+    _check_options(modes, temperature, top_k, top_p, max_prompts, full)
     from medusa_train.console import out as results
     from medusa_train.console import say
     from medusa_train.evaluation.arms import STORED, ArmRequest, open_groups
@@ -185,7 +194,7 @@ def command(
     request = ArmRequest(
         checkpoints=tuple(checkpoints),
         trees=tuple(tree or [STORED]),
-        modes=tuple(dict.fromkeys(entry.value for entry in mode or [AcceptanceMode.greedy])),
+        modes=modes,
         base=base,
         dtype=dtype,
         device=device,
@@ -199,7 +208,7 @@ def command(
     folder = out or first.with_name(f"{first.name}-report")
     report, measured = run_acceptance(
         open_groups(request, options),
-        whole.take(None if full else max_prompts),
+        whole.take(None if full else max_prompts or DEFAULT_PROMPTS),
         options,
         folder,
         command=command_line(),
@@ -216,3 +225,24 @@ def command(
     if not report.passed:
         say("an answer that must equal plain greedy decoding's does not: see exactness above")
         raise typer.Exit(1)
+
+
+def _check_options(
+    modes: tuple[str, ...],
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    max_prompts: int | None,
+    full: bool,
+) -> None:
+    """An option that would do nothing is refused: whoever gave it expects something of it."""
+    if (top_k is not None or top_p is not None) and "sample" not in modes:
+        raise UserError(
+            "--top-k and --top-p change nothing without mode sample", fix="add --mode sample, or leave them out"
+        )
+    if temperature != 1.0 and modes == ("greedy",):
+        raise UserError(
+            "--temperature changes nothing in mode greedy", fix="add --mode sample or --mode typical, or leave it out"
+        )
+    if full and max_prompts is not None:
+        raise UserError("--full and --max-prompts contradict each other", fix="leave one of them out")

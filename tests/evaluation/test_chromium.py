@@ -1,4 +1,4 @@
-"""The report page in a real browser, headless: nothing overflows at phone and desktop width, light and dark are legible.
+"""The report page in headless Chromium: nothing overflows at phone and desktop width, light and dark are legible.
 
 Skipped, loudly, where no Chromium is installed (`apt-get install chromium`).
 """
@@ -26,10 +26,18 @@ if CHROMIUM is None:
     warnings.warn("NO CHROMIUM: THE REPORT PAGE IS NOT CHECKED IN A BROWSER", stacklevel=1)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="NO CHROMIUM IS INSTALLED: the report page goes unchecked")
 
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-    "--disable-component-update", "--disable-sync", "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND",
-)  # fmt: skip
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--hide-scrollbars",
+    "--host-resolver-rules=MAP * ~NOTFOUND",
+]
 
 # Runs in the page that holds the report in a frame of the width to check.
 MEASURE = """
@@ -108,7 +116,8 @@ def measure(page: str, folder: Path, width: int, dark: bool) -> dict:
     """What MEASURE finds with the page in a frame `width` pixels wide."""
     wrapper = folder / "wrapper.html"
     wrapper.write_text(
-        f"<!doctype html><meta charset=utf-8><body style='margin:0'><textarea id=page hidden>{html_module.escape(page)}</textarea>"
+        "<!doctype html><meta charset=utf-8><body style='margin:0'>"
+        f"<textarea id=page hidden>{html_module.escape(page)}</textarea>"
         f"<iframe style='border:0;width:{width}px;height:3000px'></iframe><script>{MEASURE}</script>",
         encoding="utf-8",
     )
