@@ -106,7 +106,7 @@ def _acceptance(report: dict[str, Any] | None, manifest: HeadsManifest) -> str:
     suite, setup = report.get("suite", {}), report.get("setup", {})
     lines.append(
         f"{suite.get('used')} prompts of {suite.get('name')}, {setup.get('max_new_tokens')} tokens at most, "
-        f"{setup.get('dtype')} on {setup.get('device')}; intervals are 95 % over prompts. Tokens per round count the root.\n"
+        f"{setup.get('dtype')} on {setup.get('device')}; 95 % intervals over prompts; tokens per round with the root.\n"
     )
     if setup.get("base_fingerprint") not in (None, manifest.backbone.fingerprint, manifest.backbone.merged_fingerprint):
         lines.append("**These figures were measured on another backbone than the heads were trained for.**\n")
@@ -156,7 +156,7 @@ def _loading(form: str, manifest: HeadsManifest, repo_id: str | None) -> str:
         "tgi": f"```bash\ntext-generation-launcher --model-id {where}\n```\n\nThe same folder in vLLM:\n\n" + vllm,
         "trtllm": "Convert with TensorRT-LLM's Medusa example (up to 1.2.1), this folder as `--medusa_model_dir`, "
         f"`--num_medusa_heads {heads}`; the tree of `medusa_choices.json` goes to the run script.\n",
-        "fasterdecoding": "For FasterDecoding/Medusa. Its loader wants `medusa_lm_head.pt`; make it where it serves:\n\n"
+        "fasterdecoding": "For FasterDecoding/Medusa. Its loader wants `medusa_lm_head.pt`; make it there:\n\n"
         "```python\nimport torch, safetensors.torch as s\n\n"
         'torch.save(s.load_file("medusa_lm_head.safetensors"), "medusa_lm_head.pt")\n```\n',
         "hf-full": "A whole model folder in the Medusa-2 layout: base weights and `medusa_head.*` tensors. "

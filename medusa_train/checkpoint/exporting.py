@@ -120,8 +120,8 @@ def _refuse_what_does_not_fit(form: ExportFormat, loaded: LoadedCheckpoint, with
         problems.add(
             "config",
             "heads",
-            f"each head has {config.medusa_num_layers} different blocks; {form.program} builds one block and repeats it, "
-            "so that the last one would be used for all",
+            f"each head has {config.medusa_num_layers} different blocks; {form.program} builds one block and "
+            "repeats it, so that the last one would be used for all",
             "export with --format trtllm: the same tensor names, for programs that build every block",
         )
     if with_tree and loaded.tree is not None:
