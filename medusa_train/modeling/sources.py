@@ -50,7 +50,9 @@ def find_source(name: str, *, revision: str | None = None, weights: bool = True)
     """
     if not name.strip():
         raise UserError("the name of the base is empty", fix="name an alias, a local folder or a hub id")
-    alias = BASES.get(name.lower())
+    # A manifest records the hub id, so an alias's own id must find the same files as the alias.
+    by_repo = {alias.repo_id.lower(): alias for alias in BASES.values()}
+    alias = BASES.get(name.lower()) or by_repo.get(name.lower())
     if alias is None and (Path(name).is_dir() or _looks_like_path(name)):
         return Source(str(Path(name).resolve()), _checked_folder(Path(name)), None, None)
     if alias is None and "/" not in name:
