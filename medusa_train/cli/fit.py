@@ -39,7 +39,7 @@ def command(
 
 
 def tree_replay(nodes: int):
-    """Held-out ranks -> {"tokens_per_round": ...}: a tree searched on half of the rows, replayed on the others, both ways.
+    """Held-out ranks -> {"tokens_per_round": x}: a tree searched on half of the rows, replayed on the rest, both ways.
 
     Decoding belongs to another station than training, which is why this is handed in.
     """

@@ -98,12 +98,13 @@ class _Gradients:
             torch.empty_like(x) if n else None for x, n in zip(self.rows, self.needs_rows, strict=True)
         ]
         self.weight_gradients = [
-            torch.zeros(w.shape, dtype=torch.float32, device=w.device) if n else None
+            torch.empty(w.shape, dtype=torch.float32, device=w.device) if n else None
             for w, n in zip(self.weights, self.needs_weights, strict=True)
         ]
         self.bias = bias
         self.compute_bias = None if bias is None else bias.to(self.rows[0].dtype)
         self.bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        self.started = False
 
     def logits(self, chunk: slice, out: Tensor) -> Tensor:
         """Raw logits of a chunk of rows, written into `out` [m, V]."""
@@ -118,21 +119,36 @@ class _Gradients:
 
     def add(self, chunk: slice, gradient_mV: Tensor, row_factor_m: Tensor, factor: float) -> None:
         """Adds what `factor * row_factor * gradient` at a chunk's logits gives to every input that wants a gradient."""
+        factor_m = (row_factor_m * factor).to(gradient_mV.dtype)
         for index, (x, w) in enumerate(zip(self.rows, self.compute, strict=True)):
             if (into := self.row_gradients[index]) is not None:
-                torch.mul(gradient_mV @ w, (row_factor_m * factor).to(w.dtype)[:, None], out=into[chunk])
+                torch.mul(gradient_mV @ w, factor_m[:, None], out=into[chunk])
             if (total := self.weight_gradients[index]) is not None:
-                scaled_mD = x[chunk] * row_factor_m.to(x.dtype)[:, None]
-                total.add_(gradient_mV.T @ scaled_mD, alpha=factor)
+                _add(total, gradient_mV.T @ (x[chunk] * factor_m[:, None]), first=not self.started)
         if self.bias_gradient is not None:
-            self.bias_gradient.add_(gradient_mV.T @ row_factor_m.to(gradient_mV.dtype), alpha=factor)
+            self.bias_gradient += gradient_mV.T @ factor_m
+        self.started = True
 
     def results(self) -> list[Tensor | None]:
         """Gradients in the order of `flat`, weights' in the weights' dtype."""
+        if not self.started:  # no row at all: zeros, still connected
+            for total in self.weight_gradients:
+                if total is not None:
+                    total.zero_()
         out: list[Tensor | None] = []
         for x_gradient, w_gradient, w in zip(self.row_gradients, self.weight_gradients, self.weights, strict=True):
             out += [x_gradient, None if w_gradient is None else w_gradient.to(w.dtype)]
         return out
+
+
+def _add(total_VD: Tensor, more_VD: Tensor, first: bool) -> None:
+    """total += more across dtypes, in blocks on the CPU, where a mixed sum makes a whole copy first."""
+    if first:
+        total_VD.copy_(more_VD)
+        return
+    step = max(1, CPU_BLOCK_NUMBERS // total_VD.shape[1]) if total_VD.device.type == "cpu" else total_VD.shape[0]
+    for start in range(0, total_VD.shape[0], step):
+        total_VD[start : start + step] += more_VD[start : start + step]
 
 
 def _blocks(rows: int, vocabulary: int, device: torch.device) -> list[slice]:

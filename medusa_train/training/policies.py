@@ -96,7 +96,7 @@ def channel_weights(recipe: Recipe, step: int, total_steps: int) -> list[float]:
 
 
 def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, multiplier: float) -> list[ParamGroup]:
-    """Moves the heads' parameters (biases too) of a fresh optimizer into their own groups, at `multiplier` times the rate.
+    """Moves the heads' parameters (biases too) of a fresh optimizer into their own groups, at another rate.
 
     Returns:
         All groups as they are now, with the tensors' names.

@@ -1,4 +1,4 @@
-"""The end of a run: trained tensors become a checkpoint, heads in the backbone's dtype, adapter or weights with them."""
+"""The end of a run: trained tensors become a checkpoint, heads in the backbone's dtype, adapter and all."""
 
 from __future__ import annotations
 
