@@ -19,8 +19,9 @@ from torch.nn import functional as F
 
 from medusa_train.dataset.rows import TokenRow
 from medusa_train.training.cache import CachedRows, _groups, row_targets
-from medusa_train.training.fused import TOP, Projection
+from medusa_train.training.fused import Projection
 from medusa_train.training.losses import IGNORE
+from medusa_train.training.softmax import TOP
 from medusa_train.training.trainee import dense_logits
 
 MISS, END = -1, -2
