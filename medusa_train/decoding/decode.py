@@ -1,34 +1,28 @@
-"""The decoder: propose -> tree forward -> accept -> commit, until every answer is finished.
+"""The decoder as others use it: a backbone, heads and a tree, made ready once; the rounds are in rounds.py.
 
-The backbone is a stock transformers model; positions, masks and the cache are arguments of its forward. Plain decoding
-is the same code with the tree that has a root only, so a comparison of the two compares the tree and nothing else.
-
-Shape letters: B batch, N tree rows, D hidden, V vocabulary, L path width.
+Plain decoding is the same code with the tree that has a root only, so a comparison of the two compares the tree and
+nothing else.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from medusa_train.decoding.cache import PreallocatedCache
-from medusa_train.decoding.choose import Chooser
 from medusa_train.decoding.masks import TreeMasks
-from medusa_train.decoding.propose import ranks_available, top_tokens
-from medusa_train.decoding.settings import Decoded, DecodeSettings, RoundTrace, Seconds
-from medusa_train.decoding.stopping import StopRules, context_limit
+from medusa_train.decoding.propose import ranks_available
+from medusa_train.decoding.rounds import OnRound, Rounds
+from medusa_train.decoding.settings import Decoded, DecodeSettings, RoundTrace
+from medusa_train.decoding.stopping import context_limit
 from medusa_train.decoding.tree import DraftTree, TreeBuffers, build_buffers
-from medusa_train.decoding.verify import Acceptance, greedy_accept, typical_accept, walk_accept
 from medusa_train.errors import UserError
-from medusa_train.modeling.backbone import check_supported, decoder_of, hidden_states, output_projection, plain_model
+from medusa_train.modeling.backbone import check_supported, decoder_of, output_projection, plain_model
 from medusa_train.modeling.heads import MedusaHeads
 
-OnTokens = Callable[[int, RoundTrace], None]
 PROPOSED_RANKS = 10
 
 
@@ -85,7 +79,7 @@ class TreeDecoder:
         prompts: Sequence[Sequence[int]],
         settings: DecodeSettings = DecodeSettings(),
         *,
-        on_round: OnTokens | None = None,
+        on_round: OnRound | None = None,
         trace: bool = False,
     ) -> list[Decoded]:
         """Continues each prompt; prompts may differ in length.
@@ -101,7 +95,7 @@ class TreeDecoder:
         self.model.eval()
         try:
             with torch.inference_mode():
-                return _Run(self, prompts, settings, on_round, trace).finish()
+                return Rounds(self, prompts, settings, on_round, trace).finish()
         finally:
             self.model.train(was_training)
 
@@ -148,265 +142,3 @@ def _check_attention(model: nn.Module) -> None:
             allowed="sdpa, eager",
             fix="load the base with attn_implementation='sdpa'",
         )
-
-
-@dataclass
-class _Answer:
-    """One batch row on its way."""
-
-    prompt: list[int]
-    limit: int
-    tokens: list[int] = field(default_factory=list)
-    rounds: list[RoundTrace] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-class _Run:
-    """One call of decode: the state between rounds."""
-
-    def __init__(
-        self,
-        decoder: TreeDecoder,
-        prompts: list[list[int]],
-        settings: DecodeSettings,
-        on_round: OnTokens | None,
-        trace: bool,
-    ) -> None:
-        self.d, self.settings, self.on_round, self.trace = decoder, settings, on_round, trace
-        self.stop = StopRules.of(decoder.model, decoder.tokenizer, settings)
-        limit = decoder.position_limit
-        for prompt in prompts:
-            if limit is not None and len(prompt) > limit:
-                raise UserError(f"a prompt of {len(prompt)} tokens", allowed=f"at most {limit} positions")
-        # A token at the first position past the end needs no forward, so it can still be generated.
-        limits = [
-            settings.max_new_tokens if limit is None else min(settings.max_new_tokens, limit + 1 - len(prompt))
-            for prompt in prompts
-        ]
-        self.answers = [_Answer(prompt, most) for prompt, most in zip(prompts, limits, strict=True)]
-        self.chooser = Chooser.of(settings, [answer.prompt for answer in self.answers], decoder.device)
-        capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + decoder.buffers.num_rows
-        self.cache, self.masks = decoder.room(len(prompts), capacity)
-        self.lengths = [len(prompt) for prompt in prompts]
-        self.batch_B = torch.arange(len(prompts), device=decoder.device)
-
-    def finish(self) -> list[Decoded]:
-        """Runs to the end."""
-        started = time.perf_counter()
-        self._prefill()
-        self._sync()
-        decided = time.perf_counter()
-        while self._round():
-            pass
-        ended = time.perf_counter()
-        return [
-            Decoded(
-                token_ids=tuple(answer.tokens),
-                rounds=tuple(answer.rounds),
-                finish_reason=answer.finish_reason,
-                prefill_seconds=decided - started,
-                decode_seconds=ended - decided,
-                mode=self.settings.mode,
-                cache_bytes=self.cache.num_bytes,
-            )
-            for answer in self.answers
-        ]
-
-    def _sync(self) -> None:
-        # Stage times mean nothing on an accelerator without it; the round needs its result there anyway.
-        if self.d.device.type == "cuda":
-            torch.cuda.synchronize(self.d.device)
-
-    def _prefill(self) -> None:
-        """Runs the prompts in chunks, right-padded: causal attention keeps the padding out of every real row."""
-        longest, chunk = max(self.lengths), self.settings.prefill_chunk
-        padded = torch.tensor(
-            [answer.prompt + [answer.prompt[-1]] * (longest - len(answer.prompt)) for answer in self.answers],
-            device=self.d.device,
-        )
-        last_B = torch.tensor(self.lengths, device=self.d.device) - 1
-        hidden_BD = None
-        for start in range(0, longest, chunk):
-            ids_BT = padded[:, start : start + chunk]
-            count = ids_BT.shape[1]
-            self.cache.stage(start, count)
-            positions = torch.arange(start, start + count, device=self.d.device).expand(len(self.answers), -1)
-            hidden_BTD = hidden_states(self.d.model, ids_BT, position_ids_BT=positions, cache=self.cache)
-            self.cache.build_slabs()
-            here_BD = hidden_BTD[self.batch_B, (last_B - start).clamp(0, count - 1)]
-            inside_B1 = ((last_B >= start) & (last_B < start + count))[:, None]
-            hidden_BD = here_BD if hidden_BD is None else torch.where(inside_B1, here_BD, hidden_BD)
-        self.hidden_BD = hidden_BD
-        logits_BV = self.d.projection(hidden_BD)
-        self.root_B = self.chooser.roots(logits_BV)
-        self.roots = self.root_B.tolist()
-
-    def _round(self) -> bool:
-        """One round of every unfinished row; False when none is left."""
-        started = time.perf_counter()
-        for b, answer in enumerate(self.answers):
-            if answer.finish_reason is None:
-                self._end_on_root(b, answer)
-        if all(answer.finish_reason is not None for answer in self.answers):
-            return False
-        candidates_BS, proposals_BJk = self._propose()
-        tokens_BN = candidates_BS.index_select(1, self.d.buffers.tree_indices_N)
-        self._stamp_sync()
-        proposed = time.perf_counter()
-        hidden_BND, logits_BNV = self._forward(tokens_BN)
-        self._stamp_sync()
-        forwarded = time.perf_counter()
-        acceptance = self._accept(tokens_BN, logits_BNV)
-        rows_BN = tokens_BN.tolist()
-        paths = [[row for row in path if row >= 0] for path in acceptance.path_BL.tolist()]
-        next_roots = acceptance.next_root_B.tolist()
-        accepted = time.perf_counter()
-        self._commit(paths, hidden_BND, acceptance)
-        done = [self._publish(b, rows_BN[b], paths[b]) for b in range(len(self.answers))]
-        self.root_B, self.roots = acceptance.next_root_B, next_roots
-        self._stamp_sync()
-        committed = time.perf_counter()
-        if self.trace:
-            done = self._with_trace(done, proposals_BJk, rows_BN, acceptance)
-        seconds = Seconds(
-            proposed - started, forwarded - proposed, accepted - forwarded, committed - accepted, committed - started
-        )
-        for b, outcome in enumerate(done):
-            if outcome is not None:
-                outcome = replace(outcome, seconds=seconds)
-                self.answers[b].rounds.append(outcome)
-                if self.on_round is not None:
-                    self.on_round(b, outcome)
-        return True
-
-    def _stamp_sync(self) -> None:
-        if self.trace:
-            self._sync()
-
-    def _end_on_root(self, b: int, answer: _Answer) -> None:
-        """A root that ends the answer is published at once: nothing after it is wanted, so no forward runs."""
-        root = self.roots[b]
-        stops = self.stop.at(answer.prompt, answer.tokens, root)
-        if not stops and len(answer.tokens) + 1 < answer.limit:
-            return
-        answer.tokens.append(root)
-        answer.finish_reason = "stop" if stops else "length"
-        outcome = RoundTrace(root, (), (root,), 0, "stop" if stops else "limit")
-        answer.rounds.append(outcome)
-        if self.on_round is not None:
-            self.on_round(b, outcome)
-
-    def _propose(self) -> tuple[Tensor, Tensor | None]:
-        """Candidates [B, 1 + J*k], the root in slot 0, and the heads' proposals [B, J, k]."""
-        root_B1 = self.root_B[:, None]
-        if not self.d.tree.num_nodes:
-            return root_B1, None
-        tokens_BJk = top_tokens(
-            self.d.heads,
-            self.hidden_BD,
-            self.d.projection,
-            num_heads=self.d.tree.depth,
-            k=self.d.buffers.top_k,
-        )
-        return torch.cat([root_B1, tokens_BJk.flatten(1)], dim=1), tokens_BJk
-
-    def _forward(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden_BND, logits_BNV) of the tree's rows; their keys and values are staged behind the prefix."""
-        buffers = self.d.buffers
-        if len(self.answers) == 1:
-            length = self.lengths[0]
-            self.cache.stage(length, buffers.num_rows)
-            positions_BN = (buffers.depth_N + length)[None]
-            mask = self.masks.view(length)
-        else:
-            lengths_B = torch.tensor(self.lengths, device=tokens_BN.device)
-            end = max(self.lengths) + buffers.num_rows
-            order_N = torch.arange(buffers.num_rows, device=tokens_BN.device)
-            self.cache.stage_ragged(lengths_B[:, None] + order_N, end)
-            positions_BN = lengths_B[:, None] + buffers.depth_N
-            mask = self.masks.ragged(lengths_B, end)
-        if self.d.position_limit is not None:
-            # Rows past the last position can never be published; they only must not index past the table.
-            positions_BN = positions_BN.clamp(max=self.d.position_limit - 1)
-        hidden_BND = hidden_states(
-            self.d.model, tokens_BN, attention_mask=mask, position_ids_BT=positions_BN, cache=self.cache
-        )
-        return hidden_BND, self.d.projection(hidden_BND)
-
-    def _accept(self, tokens_BN: Tensor, logits_BNV: Tensor) -> Acceptance:
-        settings, buffers = self.settings, self.d.buffers
-        if self.chooser.walks:
-            texts = [answer.tokens for answer in self.answers]
-            live = [answer.finish_reason is None for answer in self.answers]
-            return walk_accept(tokens_BN, logits_BNV, buffers, self.chooser.in_round(texts, live))
-        if settings.mode == "typical":
-            return typical_accept(
-                tokens_BN,
-                logits_BNV,
-                buffers,
-                temperature=settings.temperature,
-                epsilon=settings.epsilon,
-                alpha=settings.alpha,
-            )
-        return greedy_accept(tokens_BN, logits_BNV, buffers)
-
-    def _commit(self, paths: list[list[int]], hidden_BND: Tensor, acceptance: Acceptance) -> None:
-        """Moves the winning rows behind the prefix in every layer; the frontier hidden state is the winner's."""
-        if len(paths) == 1:
-            # The root is in place already; a + 1 rows are committed.
-            self.cache.commit(self.lengths[0], paths[0][1:])
-            self.lengths[0] += len(paths[0])
-            self.hidden_BD = hidden_BND[:, paths[0][-1]]
-            return
-        width = max(len(path) for path in paths)
-        sources = [[n + row for row in path] for n, path in zip(self.lengths, paths, strict=True)]
-        targets = [[n + i for i in range(len(path))] for n, path in zip(self.lengths, paths, strict=True)]
-        for source, target in zip(sources, targets, strict=True):
-            # Padding moves the root onto itself.
-            source.extend([target[0]] * (width - len(source)))
-            target.extend([target[0]] * (width - len(target)))
-        if sources != targets:
-            device = hidden_BND.device
-            self.cache.commit_ragged(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
-        for b, path in enumerate(paths):
-            # A finished row stays where it is; its staged rows are overwritten by the next round's.
-            if self.answers[b].finish_reason is None:
-                self.lengths[b] += len(path)
-        self.hidden_BD = hidden_BND[self.batch_B, acceptance.winner_B]
-
-    def _publish(self, b: int, row_tokens: list[int], path: list[int]) -> RoundTrace | None:
-        """Adds the accepted tokens to the answer, cut at a stop or at the limit."""
-        answer = self.answers[b]
-        if answer.finish_reason is not None:
-            return None
-        tokens: list[int] = []
-        ended = "exhausted" if self.d.is_leaf[path[-1]] else "mismatch"
-        for row in path:
-            stops = self.stop.at(answer.prompt, answer.tokens, row_tokens[row])
-            answer.tokens.append(row_tokens[row])
-            tokens.append(row_tokens[row])
-            if stops or len(answer.tokens) >= answer.limit:
-                answer.finish_reason, ended = ("stop", "stop") if stops else ("length", "limit")
-                break
-        ranks = () if len(tokens) == 1 else self.d.tree.paths[path[len(tokens) - 1] - 1]
-        return RoundTrace(tokens[0], ranks, tuple(tokens), len(tokens) - 1, ended)
-
-    def _with_trace(
-        self,
-        done: list[RoundTrace | None],
-        proposals_BJk: Tensor | None,
-        rows_BN: list[list[int]],
-        acceptance: Acceptance,
-    ) -> list[RoundTrace | None]:
-        proposals = [[]] * len(done) if proposals_BJk is None else proposals_BJk.tolist()
-        targets = acceptance.target_BN.tolist()
-        return [
-            outcome
-            and replace(
-                outcome,
-                proposals=tuple(map(tuple, proposals[b])),
-                tree_tokens=tuple(rows_BN[b]),
-                target_tokens=tuple(targets[b]),
-            )
-            for b, outcome in enumerate(done)
-        ]

@@ -21,7 +21,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from medusa_train.decoding.ranks import Calibration, RankSpan
+from medusa_train.decoding.ranks import Calibration
 from medusa_train.decoding.replay import replay, visited
 from medusa_train.decoding.tree import DraftTree, RankPath
 from medusa_train.errors import UserError, unknown_name
@@ -29,6 +29,8 @@ from medusa_train.errors import UserError, unknown_name
 Method = Literal["joint", "independent"]
 Conditional = Callable[[RankPath], Sequence[float]]
 SMOOTHING = 16.0
+# A position anywhere says less about rounds than a position where one begins, more than independence does.
+ROUNDS_TO_ANYWHERE = 4.0
 MAX_PASSES = 12
 
 
@@ -40,8 +42,8 @@ class FoundTree:
         tree: the tree.
         weights: w(path) of each node, in the tree's order: the probability that a round reaches it.
         method: how w was measured.
-        passes: how often the joint search counted; 1 for independent.
-        settled: the last pass changed nothing.
+        passes: the pass of the joint search that found it; 1 for independent.
+        settled: searching again where its own rounds begin gives the same tree.
     """
 
     tree: DraftTree
@@ -90,40 +92,40 @@ def exact_rank_accuracies(hits_Kk: np.ndarray, counts_K: np.ndarray) -> np.ndarr
 
 def independent_tree(accuracies_Kk: np.ndarray, num_nodes: int) -> FoundTree:
     """The paper's search: heads taken as independent of each other."""
-    accuracies = np.asarray(accuracies_Kk, dtype=np.float64).tolist()
-    tree, weights = grow(lambda path: accuracies[len(path)], num_nodes, len(accuracies))
+    tree, weights = grow(independence(accuracies_Kk), num_nodes, len(accuracies_Kk))
     return FoundTree(tree, weights, "independent")
 
 
 def path_counts(ranks_MK: np.ndarray) -> Counter[RankPath]:
     """How many positions spell each rank path; the empty path counts all positions."""
     counts: Counter[RankPath] = Counter({(): len(ranks_MK)})
-    for ranks in ranks_MK.tolist():
-        path: RankPath = ()
-        for rank in ranks:
-            if rank < 0:
-                break
-            path = (*path, rank)
-            counts[path] += 1
+    for depth in range(1, ranks_MK.shape[1] + 1):
+        ranks = ranks_MK[(ranks_MK[:, :depth] >= 0).all(1), :depth]
+        for path, count in zip(*np.unique(ranks, axis=0, return_counts=True), strict=True):
+            counts[tuple(path.tolist())] = int(count)
     return counts
 
 
-def joint_conditional(counts: Counter[RankPath], accuracies_Kk: np.ndarray, smoothing: float) -> Conditional:
-    """Chance of each next rank: (count(path, rank) + s * a[depth, rank]) / (count(path) + s).
+def smoothed(counts: Counter[RankPath], prior: Conditional, strength: float) -> Conditional:
+    """Chance of each next rank: (count(path, rank) + s * prior(rank | path)) / (count(path) + s).
 
     Args:
-        smoothing: s, in positions: how many imagined independent positions stand beside the counted ones.
+        strength: s, in positions: how many imagined positions of the prior stand beside the counted ones.
     """
-    accuracies = np.asarray(accuracies_Kk, dtype=np.float64)
 
     def conditional(path: RankPath) -> list[float]:
-        prior, seen = accuracies[len(path)], counts[path]
-        total = seen + smoothing
+        chances, total = prior(path), counts[path] + strength
         if total == 0:
-            return [0.0] * len(prior)
-        return [(counts[(*path, rank)] + smoothing * a) / total for rank, a in enumerate(prior.tolist())]
+            return [0.0] * len(chances)
+        return [(counts[(*path, rank)] + strength * chance) / total for rank, chance in enumerate(chances)]
 
     return conditional
+
+
+def independence(accuracies_Kk: np.ndarray) -> Conditional:
+    """Each head's ranks have their own chances, whatever came before."""
+    accuracies = np.asarray(accuracies_Kk, dtype=np.float64).tolist()
+    return lambda path: accuracies[len(path)]
 
 
 def joint_tree(
@@ -131,29 +133,32 @@ def joint_tree(
 ) -> FoundTree:
     """The joint search, repeated on the positions that replaying the found tree visits, until it stands still.
 
-    If it circles, the tree that replayed best is kept.
+    Counts where rounds begin are few, so they lean on counts taken anywhere, and those on independence. If the search
+    circles, the tree that replayed best is kept.
     """
     spans, top_k, num_heads = calibration.spans, calibration.top_k, calibration.num_heads
-    positions: list[np.ndarray] | None = None
-    best: tuple[float, FoundTree] | None = None
-    seen: set[DraftTree] = set()
+    anywhere_MK = np.concatenate([span.ranks_SK for span in spans])
+    accuracies = exact_rank_accuracies(*calibration.hits_and_counts())
+    anywhere = smoothed(path_counts(anywhere_MK), independence(accuracies), smoothing)
+
+    def at_rounds_of(tree: DraftTree) -> Conditional:
+        starts = visited(spans, tree, top_k)
+        ranks_MK = np.concatenate([span.ranks_SK[at] for span, at in zip(spans, starts, strict=True)])
+        return smoothed(path_counts(ranks_MK), anywhere, ROUNDS_TO_ANYWHERE * smoothing)
+
+    conditional, best, seen = anywhere, None, set()
     for passes in range(1, max_passes + 1):
-        ranks_MK = _at(spans, positions)
-        accuracies = _accuracies_at(ranks_MK, top_k)
-        tree, weights = grow(joint_conditional(path_counts(ranks_MK), accuracies, smoothing), num_nodes, num_heads)
+        tree, _ = grow(conditional, num_nodes, num_heads)
+        conditional = at_rounds_of(tree)
+        settled = tree in seen
         score = replay(spans, tree, top_k).tokens_per_round
-        settled = best is not None and tree == best[1].tree
-        if best is None or score > best[0] or settled:
-            best = (score, FoundTree(tree, weights, "joint", passes, settled))
-        if tree in seen:
+        if best is None or score > best[0]:
+            # What is reported of a node is measured where rounds of this very tree begin.
+            best = (score, FoundTree(tree, path_weights(tree, conditional), "joint", passes))
+        if settled:
             break
         seen.add(tree)
-        positions = visited(spans, tree, top_k)
-    found = best[1]
-    # What is reported of each node is measured where rounds of this very tree begin.
-    ranks_MK = _at(spans, visited(spans, found.tree, top_k))
-    conditional = joint_conditional(path_counts(ranks_MK), _accuracies_at(ranks_MK, top_k), smoothing)
-    return replace(found, weights=path_weights(found.tree, conditional))
+    return replace(best[1], settled=grow(at_rounds_of(best[1].tree), num_nodes, num_heads)[0] == best[1].tree)
 
 
 def path_weights(tree: DraftTree, conditional: Conditional) -> tuple[float, ...]:
@@ -162,18 +167,6 @@ def path_weights(tree: DraftTree, conditional: Conditional) -> tuple[float, ...]
     for path in tree.paths:
         weights[path] = weights[path[:-1]] * conditional(path[:-1])[path[-1]]
     return tuple(weights[path] for path in tree.paths)
-
-
-def _at(spans: Sequence[RankSpan], positions: list[np.ndarray] | None) -> np.ndarray:
-    if positions is None:
-        return np.concatenate([span.ranks_SK for span in spans])
-    return np.concatenate([span.ranks_SK[at] for span, at in zip(spans, positions, strict=True)])
-
-
-def _accuracies_at(ranks_MK: np.ndarray, top_k: int) -> np.ndarray:
-    hits = np.stack([(ranks_MK == rank).sum(0) for rank in range(top_k)], axis=1)
-    # A position past the end of the text is a miss here: a round there accepts nothing either.
-    return hits / max(1, len(ranks_MK))
 
 
 def search(

@@ -19,6 +19,7 @@ MODULES = (
     "propose",
     "ranks",
     "replay",
+    "rounds",
     "search",
     "settings",
     "tree",

@@ -173,7 +173,7 @@ def test_stop_strings_as_generate() -> None:
 
 
 def test_the_end_of_a_position_table() -> None:
-    """GPT-2 with 32 positions: generate can make 32 - prompt + 1 tokens; a wide tree near the end indexes nothing past it."""
+    """GPT-2 with 32 positions: generate can make 32 - prompt + 1 tokens; a wide tree near the end stays inside."""
     model = tiny_model("gpt2", vocab_size=VOCAB, n_positions=32)
     prompt = random_prompt(10, 4)
     expected = generated(model, prompt, 23, stops=())

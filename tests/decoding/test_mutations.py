@@ -31,7 +31,7 @@ MUTATIONS = {
         "check_a31_mask",
     ),
     "positions by packed row": (
-        "decode",
+        "rounds",
         "positions_BN = (buffers.depth_N + length)[None]",
         "positions_BN = (torch.arange(buffers.num_rows) + length)[None]",
         "check_scripted_rounds",
@@ -68,13 +68,13 @@ MUTATIONS = {
         "check_a31_greedy",
     ),
     "a rows committed, not a + 1": (
-        "decode",
+        "rounds",
         "            self.lengths[0] += len(paths[0])\n",
         "            self.lengths[0] += len(paths[0]) - 1\n",
         "check_scripted_rounds",
     ),
     "keys and values by length, not by path": (
-        "decode",
+        "rounds",
         "self.cache.commit(self.lengths[0], paths[0][1:])",
         "self.cache.commit(self.lengths[0], list(range(1, len(paths[0]))))",
         "check_scripted_rounds",
@@ -86,7 +86,7 @@ MUTATIONS = {
         "check_a31_commit",
     ),
     "next guesses from the winner's predecessor": (
-        "decode",
+        "rounds",
         "self.hidden_BD = hidden_BND[:, paths[0][-1]]",
         "self.hidden_BD = hidden_BND[:, paths[0][-2] if len(paths[0]) > 1 else 0]",
         "check_frontier_is_the_winner",
