@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
@@ -89,6 +90,9 @@ def command(
     ] = None,
     top_k: Annotated[int, typer.Option(min=1, help="Ranks per head that are counted.", rich_help_panel=SEARCH)] = 10,
     store: Annotated[bool, typer.Option(help="Write tree.json into the checkpoint.")] = True,
+    again: Annotated[
+        bool, typer.Option("--again", help="Search even where the checkpoint has a tree searched with these options.")
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="Also write tree.json's content to this file.", show_default=False)
     ] = None,
@@ -110,9 +114,28 @@ def command(
     tokens per round are estimated on rows that the search did not see. The tree is stored with the checkpoint.
     """
     size = _number_of_nodes(nodes)
-    from medusa_train.checkpoint import load_with_base, store_tree
-    from medusa_train.cli.tree_work import TreeJob
+    options = {
+        "data": [str(path) for path in data or []],
+        "max_rows": max_rows,
+        "answers": answers.value,
+        "nodes": nodes,
+        "max_nodes": max_nodes,
+        "method": method.value,
+        "smoothing": smoothing,
+        "tree": tree,
+        "top_k": top_k,
+        "dtype": dtype,
+        "quantization": quantization,
+    }
+    from medusa_train.checkpoint import load_checkpoint, load_with_base, store_tree
+    from medusa_train.cli.tree_work import TreeJob, say_stored, show_tree
 
+    if store and not again:
+        present = load_checkpoint(checkpoint).tree
+        if present is not None and present.get("options") == options:
+            show_tree(present)
+            say_stored(checkpoint, "already there, searched with these options (--again searches anew)")
+            return
     loaded, opened = load_with_base(
         checkpoint,
         base,
@@ -125,13 +148,13 @@ def command(
     job = TreeJob(loaded, opened, method.value, smoothing, top_k)
     job.calibrate(data or [], max_rows, answers.value)
     content: dict[str, Any] = job.given(tree) if tree is not None else job.searched(size, max_nodes)
-    job.show(content, TABLE_SIZES)
+    content["options"] = options
+    job.show_search(content, TABLE_SIZES)
+    show_tree(content)
     if store:
         store_tree(opened.folder, content)
-        job.say_stored(opened.folder)
+        say_stored(opened.folder, "stored")
     if out is not None:
-        import json
-
         from medusa_train.provenance import write_atomic
 
         write_atomic(out, json.dumps(content, indent=1) + "\n")

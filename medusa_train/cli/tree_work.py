@@ -161,8 +161,8 @@ class TreeJob:
             weights[path] = weights[path[:-1]] * accuracies[len(path) - 1][path[-1]]
         return [weights[path] for path in tree.paths]
 
-    def show(self, content: dict[str, Any], sizes: Sequence[int]) -> None:
-        """Prints head accuracies, the two methods side by side, and the tree."""
+    def show_search(self, content: dict[str, Any], sizes: Sequence[int]) -> None:
+        """Prints head accuracies and the two methods side by side."""
         hits, counts = self.calibration.hits_and_counts()
         accuracy = exact_rank_accuracies(hits, counts)
         table(
@@ -179,19 +179,23 @@ class TreeJob:
             independent = held_out(self.calibration, size, "independent", self.smoothing).tokens_per_round
             rows.append((size, f"{joint:.3f}", f"{independent:.3f}"))
         table("tokens per round on rows not used for the search", ("nodes", "joint", "independent"), rows)
-        tree = DraftTree.from_paths(content["paths"])
-        weights = dict(zip(tree.paths, content["node_probability"], strict=True))
-        out().print(draw_tree(tree, weights), markup=False)
-        low, high = content["interval_95"]
-        out().print(
-            f"{content['method']} tree, {tree.num_nodes} nodes: {content['expected_tokens_per_round']:.3f} tokens per "
-            f"round expected (root counted; 95 % interval {low:.3f} to {high:.3f}, rows not used for the search)"
-        )
 
-    @staticmethod
-    def say_stored(folder: Path) -> None:
-        """Says where the tree went."""
-        say(f"stored as {Path(folder) / 'tree.json'}")
+
+def show_tree(content: dict[str, Any]) -> None:
+    """Draws the tree of a tree.json and says what it is worth."""
+    tree = DraftTree.from_paths(content["paths"])
+    weights = dict(zip(tree.paths, content["node_probability"], strict=True))
+    out().print(draw_tree(tree, weights), markup=False)
+    low, high = content["interval_95"]
+    out().print(
+        f"{content['method']} tree, {tree.num_nodes} nodes: {content['expected_tokens_per_round']:.3f} tokens per "
+        f"round expected (root counted; 95 % interval {low:.3f} to {high:.3f}, rows not used for the search)"
+    )
+
+
+def say_stored(folder: str | Path, how: str) -> None:
+    """Says where the tree is."""
+    say(f"{Path(folder) / 'tree.json'}: {how}")
 
 
 def calibration_rows(base: Any, recipe: dict[str, Any], paths: Sequence[str]) -> list[Any]:
@@ -200,23 +204,17 @@ def calibration_rows(base: Any, recipe: dict[str, Any], paths: Sequence[str]) ->
     Raises:
         UserError: the checkpoint's recipe names no rows and neither does the user.
     """
-    from medusa_train.dataset import RenderOptions, load_rows, split_rows
+    from medusa_train.config.recipe import DataSection
+    from medusa_train.dataset import load_rows, row_options, split_rows
 
-    data = recipe.get("data", {})
-    # Rendered as in training, so that calibration reads the same ids.
-    options = RenderOptions(
-        **{
-            "max_length": data.get("max_length", 2048),
-            "max_drop_fraction": data.get("max_drop_fraction", 0.2),
-            **data.get("render", {}),
-        }
-    )
-    if paths or data.get("heldout"):
-        return list(load_rows(list(paths or data["heldout"]), base, options).rows)
-    if not data.get("train"):
+    if not recipe.get("data") and not paths:
         raise UserError("this checkpoint's recipe names no data", fix="name rows to calibrate on with --data")
-    rows = load_rows(list(data["train"]), base, options).rows
-    fraction = data.get("heldout_fraction", 0.05)
-    if fraction == 0:
+    data = DataSection.model_validate(recipe.get("data") or {"train": list(paths)})
+    # Rendered as in training, so that calibration reads the same ids.
+    options = row_options(data)
+    if paths or data.heldout:
+        return list(load_rows(list(paths or data.heldout), base, options).rows)
+    if data.heldout_fraction == 0:
         raise UserError("this checkpoint's recipe held no rows out", fix="name rows to calibrate on with --data")
-    return list(split_rows(rows, fraction, data.get("split_seed", 0))[1])
+    rows = load_rows(list(data.train), base, options).rows
+    return list(split_rows(rows, data.heldout_fraction, data.split_seed)[1])

@@ -28,7 +28,10 @@ def parse_tree(text: str, num_heads: int) -> DraftTree:
     if text == "none":
         return DraftTree()
     if chain := re.fullmatch(r"chain(?::(\d+))?", text):
-        tree = DraftTree.chain(num_heads if chain[1] is None else int(chain[1]))
+        depth = num_heads if chain[1] is None else int(chain[1])
+        if not 1 <= depth <= num_heads:
+            raise UserError(f"tree {text}", allowed=f"a depth of 1..{num_heads}, as many as there are heads")
+        tree = DraftTree.chain(depth)
     elif re.fullmatch(r"\d+(\s*,\s*\d+)*", text):
         tree = _product(text)
     else:
