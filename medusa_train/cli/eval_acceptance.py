@@ -172,8 +172,9 @@ def command(
     from medusa_train.console import out as results
     from medusa_train.console import say
     from medusa_train.evaluation.arms import STORED, ArmRequest, open_groups
+    from medusa_train.evaluation.groups import RunOptions
     from medusa_train.evaluation.output import write_report, write_trace
-    from medusa_train.evaluation.run import RunOptions, run_acceptance
+    from medusa_train.evaluation.run import run_acceptance
     from medusa_train.evaluation.suites import load_suite
     from medusa_train.evaluation.text import summary
     from medusa_train.provenance import command_line

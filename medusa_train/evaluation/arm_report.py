@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from medusa_train.evaluation.divergence import bound_rule
+from medusa_train.evaluation.groups import ArmInfo, TreeInfo
 from medusa_train.evaluation.records import ENDINGS, STAGES, AnswerRecord, PromptRecord, RoundRecord, TurnRecord
-from medusa_train.evaluation.run import ArmInfo, TreeInfo
 from medusa_train.evaluation.schema import (
     ArmReport,
     CategoryRow,

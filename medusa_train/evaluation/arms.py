@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.errors import UserError, unknown_name
+from medusa_train.evaluation.groups import ArmInfo, Decoder, GroupInfo, OpenedGroup, RunOptions, TreeInfo
 from medusa_train.evaluation.records import AnswerRecord, RoundRecord
-from medusa_train.evaluation.run import ArmInfo, Decoder, GroupInfo, OpenedGroup, RunOptions, TreeInfo
 from medusa_train.provenance import sha256_json
 
 STORED = "stored"
@@ -112,15 +112,16 @@ def _open(members: list[tuple[str, Path]], request: ArmRequest, options: RunOpti
                 decoders.append(_tree_decoder(decoder, mode, options))
     plain_decoder = TreeDecoder(base.model)
     laws = dict.fromkeys("sample" if mode == "sample" else "greedy" for mode in request.modes)
-    dtype = str(plain_decoder.dtype).removeprefix("torch.")
     return OpenedGroup(
         info=GroupInfo(
             base=base.name,
             base_fingerprint=base.fingerprint,
             checkpoint=", ".join(label for label, _ in members),
-            dtype=dtype if request.quantization is None else f"{request.quantization} weights, {dtype}",
+            dtype=str(plain_decoder.dtype).removeprefix("torch."),
             device=str(plain_decoder.device),
             arms=tuple(infos),
+            quantization=request.quantization,
+            attention=base.model.config._attn_implementation,
         ),
         plain={law: _plain_decoder(plain_decoder, law, options) for law in laws} if request.baseline else {},
         generate=_generate(base) if request.generate else None,

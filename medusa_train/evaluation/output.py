@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_train.evaluation.groups import GroupInfo
 from medusa_train.evaluation.html import html_report
 from medusa_train.evaluation.records import STAGES, PromptRecord
-from medusa_train.evaluation.run import GroupInfo
 from medusa_train.evaluation.schema import AcceptanceReport
 from medusa_train.evaluation.text import text_report
 from medusa_train.provenance import write_atomic

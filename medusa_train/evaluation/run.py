@@ -6,103 +6,26 @@ going first, so that a machine that slows down slows both.
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from medusa_train.console import progress, say
 from medusa_train.errors import UserError
-from medusa_train.evaluation.divergence import NextLogits, judge
+from medusa_train.evaluation.divergence import judge
+from medusa_train.evaluation.groups import Decoder, GroupInfo, OpenedGroup, RunOptions
 from medusa_train.evaluation.journal import Journal
 from medusa_train.evaluation.records import AnswerRecord, PromptRecord, TurnRecord
-from medusa_train.evaluation.schema import AcceptanceReport, Mode
+from medusa_train.evaluation.schema import AcceptanceReport
 from medusa_train.evaluation.suites import Suite, SuitePrompt
+from medusa_train.provenance import environment
 
 WARMUP_TOKENS = 16
-
-
-@dataclass(frozen=True)
-class TreeInfo:
-    """A tree as the report shows it; `probability[i]` is the search's prediction for `paths[i]`, where there is one."""
-
-    name: str
-    paths: tuple[tuple[int, ...], ...]
-    method: str | None = None
-    probability: tuple[float, ...] | None = None
-    expected_tokens_per_round: float | None = None
-
-
-@dataclass(frozen=True)
-class ArmInfo:
-    """One checkpoint with one tree in one mode; `checkpoint_hash` covers every file of the checkpoint."""
-
-    name: str
-    checkpoint: str
-    checkpoint_hash: str
-    mode: Mode
-    heads: int
-    tree: TreeInfo
-
-
-@dataclass(frozen=True)
-class GroupInfo:
-    """One backbone and the arms that run on it."""
-
-    base: str
-    base_fingerprint: str
-    checkpoint: str
-    dtype: str
-    device: str
-    arms: tuple[ArmInfo, ...]
-
-
-# prompt ids -> answer; the second argument is the most tokens to generate, the third seeds sampling
-Decoder = Callable[[Sequence[int], int, int], AnswerRecord]
-
-
-@dataclass(frozen=True)
-class OpenedGroup:
-    """A loaded backbone with everything needed to decode: no file is read and no name looked up after this.
-
-    Attributes:
-        render: (role, content) messages ending in a user turn -> prompt ids.
-        detokenize: ids -> text, special tokens kept.
-        answer_text: ids -> text as the next turn's history, special tokens dropped.
-        plain: plain decoders by law: "greedy" (the baseline of greedy and typical arms) and "sample"; empty for none.
-        generate: transformers' own greedy generate, where asked for.
-        arms: one decoder per entry of info.arms.
-        context_length: most positions the model takes, None for no limit.
-    """
-
-    info: GroupInfo
-    render: Callable[[Sequence[tuple[str, str]]], list[int]]
-    detokenize: Callable[[Sequence[int]], str]
-    answer_text: Callable[[Sequence[int]], str]
-    next_logits: NextLogits
-    plain: dict[str, Decoder]
-    generate: Decoder | None
-    arms: tuple[Decoder, ...]
-    context_length: int | None = None
-
-
-@dataclass(frozen=True)
-class RunOptions:
-    """What to decode and how to summarise it. Sampling settings belong to the arms' modes."""
-
-    max_new_tokens: int = 96
-    all_turns: bool = False
-    temperature: float = 1.0
-    top_k: int | None = None
-    top_p: float | None = None
-    typical_eps: float = 0.09
-    typical_alpha: float = 0.3
-    seed: int = 0
-    bootstrap_resamples: int = 2000
-    available_prompts: int | None = field(default=None)
 
 
 def run_acceptance(
@@ -124,19 +47,21 @@ def run_acceptance(
 
     measured: list[tuple[GroupInfo, list[PromptRecord]]] = []
     hashes: list[str] = []
+    busy = _load_average()
     for group in groups:
         journal = Journal(out, _settings(group, suite, options))
         hashes.append(journal.hash)
         measured.append((group.info, _measure(group, suite, options, journal)))
     if not any(not record.skipped for _, records in measured for record in records):
         raise UserError("no prompt of the suite fits into the model's context", where=suite.source)
-    peak, kind = _peak_memory(measured[0][0].device)
+    busy = max(busy, _load_average())
     report = summarise(
         measured,
         suite,
         options,
         settings_hash="-".join(hashes),
-        peak_memory=(peak, kind),
+        peak_memory=_peak_memory(measured[0][0].device),
+        load_average=busy,
         command=command,
     )
     return report, measured
@@ -150,11 +75,19 @@ def _settings(group: OpenedGroup, suite: Suite, options: RunOptions) -> dict[str
         del kept[name]
     return {
         "group": asdict(group.info),
+        "machine": _machine(),
         "suite_sha256": suite.sha256,
         "options": kept,
         "plain": sorted(group.plain),
         "generate": group.generate is not None,
     }
+
+
+def _machine() -> dict[str, Any]:
+    """What times depend on beside the settings: records of two machines or thread counts are never mixed."""
+    facts = environment()
+    versions = {name: facts["versions"].get(name) for name in ("torch", "transformers")}
+    return {"processor": facts["processor"], "threads": facts.get("torch_threads"), **versions}
 
 
 def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Journal) -> list[PromptRecord]:
@@ -163,20 +96,21 @@ def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Jou
     if done:
         say(f"{done} of {len(suite.prompts)} prompts were measured before with these settings ({journal.path.name})")
     if todo:
-        with progress(f"decoding {suite.name}", total=len(suite.prompts), unit="prompts") as bar:
-            bar.advance(done)
+        turns = sum(len(prompt.turns) if options.all_turns else 1 for _, prompt in todo)
+        # Counted in answers: with several arms a prompt takes long enough to look like a hang.
+        with progress(f"decoding {suite.name}", total=turns * len(_decoders(group)), unit="answers") as bar:
             _warm_up(group, todo[0][1], options)
             rounds = tokens = 0
             for index, prompt in todo:
-                record = measure_prompt(group, prompt, options, index)
+                record = measure_prompt(group, prompt, options, index, lambda: bar.advance(1))
                 journal.append(record)
                 for turn in record.turns:
                     rounds += len(turn.arms[0].rounds)
                     tokens += len(turn.arms[0].token_ids)
-                bar.advance(1)
                 if rounds:
                     bar.describe(f"decoding {suite.name}, {tokens / rounds:.2f} tokens per round")
-    return [journal.records[prompt.id] for prompt in suite.prompts]
+    # The category is the suite's word, not the journal's: mt-bench and spec-bench name the same prompts differently.
+    return [replace(journal.records[prompt.id], category=prompt.category) for prompt in suite.prompts]
 
 
 def _warm_up(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions) -> None:
@@ -200,9 +134,13 @@ def _fits(group: OpenedGroup, prompt_ids: Sequence[int]) -> bool:
     return group.context_length is None or len(prompt_ids) < group.context_length
 
 
-def measure_prompt(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions, index: int) -> PromptRecord:
-    """Decodes one prompt with every arm. Later turns follow the plain arm's answer (the first arm's without one), the
-    same history for all arms."""
+def measure_prompt(
+    group: OpenedGroup, prompt: SuitePrompt, options: RunOptions, index: int, answered: Callable[[], None]
+) -> PromptRecord:
+    """Decodes one prompt with every arm, calling `answered` after each answer.
+
+    Later turns follow the plain arm's answer (the first arm's without one), the same history for all arms.
+    """
     messages = list(prompt.context)
     turns: list[TurnRecord] = []
     skipped = None
@@ -214,19 +152,24 @@ def measure_prompt(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions,
             break
         # The seed follows the prompt, not its place, so that a record does not depend on how many prompts were taken.
         seed = options.seed + zlib.crc32(f"{prompt.id}/{number}".encode())
-        turn = _measure_turn(group, prompt_ids, options, index, seed)
+        turn = _measure_turn(group, prompt_ids, options, index, seed, answered)
         turns.append(turn)
         leading = turn.plain.get("greedy") or turn.arms[0]
         messages.append(("assistant", group.answer_text(leading.token_ids)))
     return PromptRecord(prompt.id, prompt.category, tuple(turns), skipped)
 
 
-def _measure_turn(group: OpenedGroup, prompt_ids: list[int], options: RunOptions, index: int, seed: int) -> TurnRecord:
+def _measure_turn(
+    group: OpenedGroup, prompt_ids: list[int], options: RunOptions, index: int, seed: int, answered: Callable[[], None]
+) -> TurnRecord:
     decoders = _decoders(group)
     keys = list(decoders)
     # Whoever goes first meets the colder caches: the arms take turns in that.
     turned = keys[index % len(keys) :] + keys[: index % len(keys)]
-    answers = {key: decoders[key](prompt_ids, options.max_new_tokens, seed) for key in turned}
+    answers = {}
+    for key in turned:
+        answers[key] = decoders[key](prompt_ids, options.max_new_tokens, seed)
+        answered()
     plain = {law: answers["plain", law] for law in group.plain}
     arms = tuple(answers["arm", number] for number in range(len(group.arms)))
     generate = answers.get(("generate", "greedy"))
@@ -259,6 +202,11 @@ def _divergences(
         )
         if found is not None:
             yield {"arm": number, **found}
+
+
+def _load_average() -> float:
+    """Programs that wanted a processor over the last minute; 0 where the system does not say."""
+    return os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
 
 
 def _peak_memory(device: str) -> tuple[int, str]:

@@ -142,7 +142,7 @@ class Exactness(_Part):
 
 
 class CategoryRow(_Part):
-    """One category of prompts."""
+    """One category of prompts; Spec-Bench's MT-bench questions are one category there and eight in suite mt-bench."""
 
     category: str
     prompts: int
@@ -244,6 +244,8 @@ class Setup(_Part):
     base_fingerprint: str
     dtype: str
     device: str
+    quantization: str | None = Field(None, description="8bit or 4bit weights (bitsandbytes).")
+    attention: str | None = Field(None, description="transformers' name of the attention implementation.")
     max_new_tokens: int
     temperature: float
     top_k: int | None

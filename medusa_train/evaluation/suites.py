@@ -86,8 +86,8 @@ def load_suite(name: str, *, suite_file: str | Path | None = None) -> Suite:
                     where=str(path),
                     allowed=f"rows of the categories {', '.join(MT_BENCH_CATEGORIES)}",
                 )
-            suite = replace(suite, prompts=kept)
-        return suite
+            return replace(suite, prompts=kept)
+        return replace(suite, prompts=tuple(map(_spec_bench_group, suite.prompts)))
     path = Path(name)
     if not path.exists():
         raise UserError(
@@ -95,6 +95,11 @@ def load_suite(name: str, *, suite_file: str | Path | None = None) -> Suite:
             allowed=f"{', '.join(NAMED_SUITES)}, or a path to a file of prompts",
         )
     return _from_file(path, path.name)
+
+
+def _spec_bench_group(prompt: SuitePrompt) -> SuitePrompt:
+    """Spec-Bench publishes one figure for all of MT-bench, beside its five other groups."""
+    return replace(prompt, category="mt-bench") if prompt.category in MT_BENCH_CATEGORIES else prompt
 
 
 def _heldout_path() -> Path:

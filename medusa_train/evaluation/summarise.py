@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import datetime
+import os
 from collections.abc import Callable, Sequence
 
 from medusa_train.evaluation.arm_report import arm_report
+from medusa_train.evaluation.groups import GroupInfo, RunOptions
 from medusa_train.evaluation.records import AnswerRecord, PromptRecord
-from medusa_train.evaluation.run import GroupInfo, RunOptions
 from medusa_train.evaluation.schema import (
     AcceptanceReport,
     Divergence,
@@ -28,13 +29,14 @@ def summarise(
     *,
     settings_hash: str,
     peak_memory: tuple[int, str],
+    load_average: float = 0.0,
     command: str = "",
     created: str | None = None,
 ) -> AcceptanceReport:
     """The report over all groups; prompts that did not fit into a model's context are named in the notes."""
     plain: list[PlainArm] = []
     generate: list[GenerateArm] = []
-    arms, notes = [], _notes(measured, options)
+    arms, notes = [], _notes(measured, options, load_average)
     for info, all_records in measured:
         records = [record for record in all_records if record.turns]
         bootstrap = Bootstrap(len(records), options.bootstrap_resamples, options.seed)
@@ -64,6 +66,8 @@ def summarise(
             base_fingerprint=first.base_fingerprint,
             dtype=first.dtype,
             device=first.device,
+            quantization=first.quantization,
+            attention=first.attention,
             max_new_tokens=options.max_new_tokens,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -84,7 +88,9 @@ def summarise(
     )
 
 
-def _notes(measured: Sequence[tuple[GroupInfo, Sequence[PromptRecord]]], options: RunOptions) -> list[str]:
+def _notes(
+    measured: Sequence[tuple[GroupInfo, Sequence[PromptRecord]]], options: RunOptions, load_average: float
+) -> list[str]:
     notes = [
         "tokens_per_round counts the root: a round always publishes at least one token.",
         "Answers end at an end token or after "
@@ -92,6 +98,12 @@ def _notes(measured: Sequence[tuple[GroupInfo, Sequence[PromptRecord]]], options
     ]
     if options.all_turns:
         notes.append("Later turns follow the plain arm's answers, the same history for every arm.")
+    cores = os.cpu_count() or 1
+    if load_average > cores + 1:
+        notes.append(
+            f"The machine was busy with other work (load average {load_average:.1f} on {cores} cores): times are "
+            "unreliable, and the medians (overhead c, predicted speed) more telling than sums (measured speed)."
+        )
     for info, records in measured:
         skipped = [record for record in records if record.skipped]
         if skipped:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from medusa_train.evaluation.groups import ArmInfo, GroupInfo, RunOptions, TreeInfo
 from medusa_train.evaluation.records import AnswerRecord, PromptRecord, RoundRecord, TurnRecord
-from medusa_train.evaluation.run import ArmInfo, GroupInfo, RunOptions, TreeInfo
 from medusa_train.evaluation.suites import Suite, SuitePrompt
 
 TREE = TreeInfo(

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from medusa_train.evaluation.groups import TreeInfo
 from medusa_train.evaluation.html import html_report
-from medusa_train.evaluation.run import TreeInfo
 from medusa_train.evaluation.summarise import summarise
 from tests.evaluation.made_up import TREE, arm_info, group_info, options, random_records, suite_of
 

@@ -11,7 +11,8 @@ from typer.testing import CliRunner
 from medusa_train.cli.app import build_app
 from medusa_train.errors import UserError
 from medusa_train.evaluation.arms import ArmRequest, open_groups
-from medusa_train.evaluation.run import RunOptions, run_acceptance
+from medusa_train.evaluation.groups import RunOptions
+from medusa_train.evaluation.run import run_acceptance
 from medusa_train.evaluation.schema import AcceptanceReport
 from medusa_train.evaluation.suites import load_suite
 from tests.evaluation.conftest import PROMPTS
@@ -126,7 +127,7 @@ def test_an_interrupted_run_continues_and_measures_nothing_twice(tiny_checkpoint
         for group in open_groups(request, OPTIONS):
             real = group.arms[0]
 
-            def arm(prompt_ids, limit, seed):
+            def arm(prompt_ids, limit, seed, real=real):
                 if limit == OPTIONS.max_new_tokens:  # the warm-up asks for fewer tokens
                     if len(calls) == stop_after:
                         raise KeyboardInterrupt
@@ -171,8 +172,9 @@ def test_all_turns_follow_the_models_own_answers(tiny_checkpoint, tmp_path):
 
     def spied():
         for group in open_groups(ArmRequest((str(tiny_checkpoint),), dtype="float32", device="cpu"), options):
+            render = group.render
             yield dataclasses.replace(
-                group, render=lambda messages: seen.append(list(messages)) or group.render(messages)
+                group, render=lambda messages, render=render: seen.append(messages[:]) or render(messages)
             )
 
     report, [(_, records)] = run(tiny_checkpoint, path, tmp_path, options=options, groups=spied())

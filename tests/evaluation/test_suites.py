@@ -51,7 +51,8 @@ def test_mt_bench_keeps_its_eight_categories(tmp_path):
     suite = load_suite("mt-bench", suite_file=path)
     assert [prompt.category for prompt in suite.prompts] == ["writing", "stem"]
     assert suite.prompts[0].turns == ("first 0", "second 0")
-    assert len(load_suite("spec-bench", suite_file=path).prompts) == 4
+    whole = load_suite("spec-bench", suite_file=path)
+    assert [prompt.category for prompt in whole.prompts] == ["mt-bench", "translation", "mt-bench", "qa"]
     with pytest.raises(UserError, match="no MT-bench question"):
         load_suite("mt-bench", suite_file=bench_file(tmp_path, rows("qa")))
 
@@ -60,6 +61,9 @@ def test_mt_bench_keeps_its_eight_categories(tmp_path):
 def test_spec_bench_as_published():
     whole = load_suite("spec-bench", suite_file=SPEC_BENCH)
     assert (len(whole.prompts), whole.sha256) == (480, suites.SPEC_BENCH_SHA256)
+    categories = {"mt-bench", "translation", "summarization", "qa", "math_reasoning", "rag"}
+    assert {prompt.category for prompt in whole.prompts} == categories
+    assert {prompt.category for prompt in whole.take(24).prompts} == categories
     bench = load_suite("mt-bench", suite_file=SPEC_BENCH)
     assert len(bench.prompts) == 80
     assert {prompt.category for prompt in bench.prompts} == set(MT_BENCH_CATEGORIES)
