@@ -91,7 +91,8 @@ def _memory_bytes() -> int:
 
 def command_line() -> str:
     """The command as typed, program name shortened."""
-    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+    name = Path(sys.argv[0]).name
+    return shlex.join(["medusa-train" if name == "__main__.py" else name, *sys.argv[1:]])
 
 
 def user_cache() -> Path:
