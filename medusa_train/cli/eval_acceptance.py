@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -169,14 +169,10 @@ def command(
         raise UserError("no checkpoint was named", fix="medusa-train eval-acceptance CHECKPOINT")
     modes = tuple(dict.fromkeys(entry.value for entry in mode or [AcceptanceMode.greedy]))
     _check_options(modes, temperature, top_k, top_p, max_prompts, full)
-    from medusa_train.console import out as results
-    from medusa_train.console import say
     from medusa_train.evaluation.arms import STORED, ArmRequest, open_groups
     from medusa_train.evaluation.groups import RunOptions
-    from medusa_train.evaluation.output import write_report, write_trace
     from medusa_train.evaluation.run import run_acceptance
     from medusa_train.evaluation.suites import load_suite
-    from medusa_train.evaluation.text import summary
     from medusa_train.provenance import command_line
 
     whole = load_suite(suite, suite_file=suite_file)
@@ -207,13 +203,18 @@ def command(
     )
     first = Path(checkpoints[0])
     folder = out or first.with_name(f"{first.name}-report")
-    report, measured = run_acceptance(
-        open_groups(request, options),
-        whole.take(None if full else max_prompts or DEFAULT_PROMPTS),
-        options,
-        folder,
-        command=command_line(),
-    )
+    taken = whole.take(None if full else max_prompts or DEFAULT_PROMPTS)
+    report, measured = run_acceptance(open_groups(request, options), taken, options, folder, command=command_line())
+    _hand_over(report, measured, folder, trace)
+
+
+def _hand_over(report: Any, measured: Any, folder: Path, trace: Path | None) -> None:
+    """Writes the files, prints the summary, and ends with exit code 1 where a promise was broken."""
+    from medusa_train.console import out as results
+    from medusa_train.console import say
+    from medusa_train.evaluation.output import write_report, write_trace
+    from medusa_train.evaluation.text import summary
+
     paths = write_report(report, folder)
     if trace is not None:
         say(f"{write_trace(trace, measured)} rounds written to {trace}")
