@@ -26,6 +26,7 @@ class _Cursor:
         self.end = 0
         self.slots_BN: Tensor | None = None
         self.batch_B1: Tensor | None = None
+        self.fixed_slots_N: Tensor | None = None
 
 
 class _SlabLayer(CacheLayerMixin):
@@ -48,7 +49,11 @@ class _SlabLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
             return key_states, value_states
         cursor = self._cursor
-        if cursor.slots_BN is None:
+        if cursor.fixed_slots_N is not None:
+            # Shapes and addresses that never change: what a CUDA graph records.
+            self.keys.index_copy_(2, cursor.fixed_slots_N, key_states)
+            self.values.index_copy_(2, cursor.fixed_slots_N, value_states)
+        elif cursor.slots_BN is None:
             self.keys[:, :, cursor.start : cursor.end] = key_states
             self.values[:, :, cursor.start : cursor.end] = value_states
         else:
@@ -86,15 +91,26 @@ class PreallocatedCache(Cache):
         """The next forward writes `count` rows at slots start.. of every batch row."""
         self._check_fits(start + count)
         cursor = self._cursor
-        cursor.start, cursor.end, cursor.slots_BN = start, start + count, None
+        cursor.start, cursor.end, cursor.slots_BN, cursor.fixed_slots_N = start, start + count, None, None
 
     def stage_ragged(self, slots_BN: Tensor, end: int) -> None:
         """The next forward writes row n of batch row b at slots_BN[b, n]; `end` is one past the largest slot."""
         self._check_fits(end)
         cursor = self._cursor
         cursor.start, cursor.end, cursor.slots_BN = end - slots_BN.shape[1], end, slots_BN
+        cursor.fixed_slots_N = None
         if cursor.batch_B1 is None or cursor.batch_B1.shape[0] != slots_BN.shape[0]:
             cursor.batch_B1 = torch.arange(slots_BN.shape[0], device=slots_BN.device)[:, None]
+
+    def stage_fixed(self, slots_N: Tensor, end: int) -> None:
+        """The next forward writes row n at slot slots_N[n], a tensor that may be changed in place between forwards.
+
+        Every layer returns its slots up to `end`, whatever the length: the mask hides what is not there yet.
+        """
+        self._check_fits(end)
+        cursor = self._cursor
+        cursor.start, cursor.end, cursor.slots_BN = end - slots_N.shape[0], end, None
+        cursor.fixed_slots_N = slots_N
 
     def _check_fits(self, end: int) -> None:
         if end > self.capacity:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.decoding.settings import DecodeSettings
+from medusa_train.decoding.verify import argmax_rows
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class Chooser:
     def roots(self, logits_BV: Tensor) -> Tensor:
         """The first token of every answer."""
         if not self.walks:
-            return logits_BV.argmax(-1)
+            return argmax_rows(logits_BV)
         chosen = [self._choose(b, logits_V, []) for b, logits_V in enumerate(logits_BV)]
         return torch.tensor(chosen, device=logits_BV.device)
 
     def in_round(self, texts: list[list[int]], live: list[bool]) -> Callable[[int, Tensor, list[int]], int]:
-        """The `choose` of a round that starts after `texts`; rows that are not live draw nothing."""
+        """The `choose` of a round that starts after `texts`; a row that is not live draws nothing."""
 
         def choose(b: int, logits_V: Tensor, round_tokens: list[int]) -> int:
-            return self._choose(b, logits_V, [*texts[b], *round_tokens]) if live[b] else -1
+            return self._choose(b, logits_V, [*texts[b], *round_tokens]) if live[b] else round_tokens[0]
 
         return choose
 

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from medusa_train.decoding.cache import PreallocatedCache
+from medusa_train.decoding.fixed import BUCKET, FixedForwards, resolve_launch
 from medusa_train.decoding.masks import TreeMasks
 from medusa_train.decoding.propose import ranks_available
 from medusa_train.decoding.rounds import OnRound, Rounds
@@ -35,6 +36,8 @@ class TreeDecoder:
         tree: None or the empty tree: plain decoding.
         tokenizer: only needed for stop strings.
         check: run `check_supported` first.
+        launch: how a round's forward is launched: `auto`, `eager`, `graph` (CUDA), `compile`, `fixed`; see fixed.py.
+            Batches of more than one row run eagerly.
 
     Raises:
         UserError: the model cannot be decoded exactly, or tree and heads do not fit.
@@ -49,6 +52,7 @@ class TreeDecoder:
         tokenizer: Any = None,
         check: bool = True,
         valid_vocab_size: int | None = None,
+        launch: str = "auto",
     ) -> None:
         tree = tree or DraftTree()
         if check:
@@ -63,6 +67,8 @@ class TreeDecoder:
         self.buffers = self._build_buffers()
         self.is_leaf = self.buffers.leaf_N.tolist()
         self.position_limit = context_limit(plain_model(model).config)
+        way = resolve_launch(launch, self.device)
+        self.fixed = None if way == "eager" else FixedForwards(self, way)
         self._cache: PreallocatedCache | None = None
         self._masks: TreeMasks | None = None
 
@@ -104,7 +110,8 @@ class TreeDecoder:
         cache, masks = self._cache, self._masks
         if cache is None or cache.batch != batch or not capacity <= cache.capacity <= 4 * capacity:
             # Rounded up, so that requests of about one size share one allocation.
-            capacity = -(-capacity // 64) * 64
+            step = BUCKET if self.fixed is not None else 64
+            capacity = -(-capacity // step) * step
             layers = plain_model(self.model).config.get_text_config(decoder=True).num_hidden_layers
             cache = self._cache = PreallocatedCache(layers, batch, capacity)
             masks = self._masks = TreeMasks(self.model, self.buffers, capacity, self.dtype)
@@ -120,6 +127,7 @@ def decode(
     on_tokens: Callable[[RoundTrace], None] | None = None,
     trace: bool = False,
     tokenizer: Any = None,
+    launch: str = "auto",
     **settings: Any,
 ) -> Decoded:
     """Continues one prompt; `settings` are the fields of DecodeSettings. tree=None is plain decoding.
@@ -129,7 +137,7 @@ def decode(
     for name in ("stop_token_ids", "stop_strings"):
         if settings.get(name) is not None:
             settings[name] = tuple(settings[name])
-    decoder = TreeDecoder(model, heads, tree, tokenizer=tokenizer)
+    decoder = TreeDecoder(model, heads, tree, tokenizer=tokenizer, launch=launch)
     on_round = None if on_tokens is None else (lambda _, done: on_tokens(done))
     return decoder.decode([prompt_ids], DecodeSettings(**settings), on_round=on_round, trace=trace)[0]
 

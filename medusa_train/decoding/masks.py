@@ -38,9 +38,14 @@ class TreeMasks:
         }
         self._columns = torch.arange(capacity, device=device)
 
-    def view(self, length: int) -> Any:
-        """The mask [1, 1, N, length+N] of a common committed length: views, nothing is computed."""
-        start, end = self.capacity - length, self.capacity + self.num_rows
+    def view(self, length: int, width: int | None = None) -> Any:
+        """The mask [1, 1, N, length+N] of a common committed length: views, nothing is computed.
+
+        Args:
+            width: slots of the mask instead of length + N; the ones after the tree are hidden.
+        """
+        start = self.capacity - length
+        end = start + (length + self.num_rows if width is None else width)
         return self._pack({kind: wide[None, None, :, start:end] for kind, wide in self._wide.items()})
 
     def ragged(self, lengths_B: Tensor, end: int) -> Any:

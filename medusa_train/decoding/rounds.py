@@ -194,6 +194,8 @@ class Rounds:
         buffers = self.d.buffers
         if len(self.answers) == 1:
             length = self.lengths[0]
+            if self.d.fixed is not None:
+                return self.d.fixed(self.cache, self.masks, tokens_BN, length)
             self.cache.stage(length, buffers.num_rows)
             positions_BN = (buffers.depth_N + length)[None]
             mask = self.masks.view(length)

@@ -26,8 +26,8 @@ MUTATIONS = {
     ),
     "mask not shifted by the committed length": (
         "masks",
-        "start, end = self.capacity - length, self.capacity + self.num_rows",
-        "start, end = self.capacity - length - 1, self.capacity + self.num_rows - 1",
+        "        start = self.capacity - length\n",
+        "        start = self.capacity - length - 1\n",
         "check_a31_mask",
     ),
     "positions by packed row": (
