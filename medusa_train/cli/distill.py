@@ -126,8 +126,8 @@ def command(
 ) -> None:
     """Let the model answer prompts, or prompts it makes up itself; the rows keep exactly the ids it emitted.
 
-    The rows go to OUT/rows.jsonl, one conversation a line, as each is done. Run the same command again to go on after an
-    interruption; rows that are there are not made again. Under `accelerate launch` every process takes a share.
+    The rows go to OUT/rows.jsonl, one conversation a line, as each is done. Run the same command again to go on
+    after an interruption; rows that are there are not made again. Under `accelerate launch` every process takes a share.
     """
     if merge:
         from medusa_train.dataset.merge import merge_shards

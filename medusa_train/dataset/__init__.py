@@ -30,7 +30,7 @@ _HOMES = {
     "packing_report": "packing",
 }
 
-__all__ = list(_HOMES)  # noqa: PLE0605
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str):

@@ -1,8 +1,9 @@
 """Generation for `distill` on this machine: one batch that is never empty, whatever lengths its rows have.
 
-Waiting prompts are sorted by length. The batch has as many rows as fit the token budget (rows x slots); a row that ends is
-replaced by the next prompt as soon as enough rows have ended for their prompts to be worth one prefill. The beginning that all
-prompts share (a system prompt) is computed once. The key/value memory is a `Ring`: allocated once, nothing is concatenated.
+Waiting prompts are sorted by length. The batch has as many rows as fit the token budget (rows x slots); a row that
+ends is replaced by the next prompt as soon as enough rows have ended for their prompts to be worth one prefill. The
+beginning that all prompts share (a system prompt) is computed once. The key/value memory is a `Ring`: allocated once,
+nothing is concatenated.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class LocalEngine:
         limit = getattr(self.config, "max_position_embeddings", None)
         if limit is not None and len(request.prompt_ids) + request.max_new_tokens > limit:
             raise UserError(
-                f"prompt of {len(request.prompt_ids)} tokens + {request.max_new_tokens} new tokens exceed the model's context",
+                f"prompt of {len(request.prompt_ids)} + {request.max_new_tokens} new tokens: longer than the model's context",
                 allowed=f"{limit} positions",
                 fix="lower --max-new-tokens or drop the prompt",
             )
@@ -242,7 +243,7 @@ class LocalEngine:
         hidden_GTD = self._forward(torch.from_numpy(ids).to(self.device), valid_GS, positions_GS, cache, shared)
         if self._ring is None:
             self._ring = Ring(cache, rows, capacity, self.dtype)
-        for index, request in zip(places, group):
+        for index, request in zip(places, group, strict=True):
             row = _Row(request, 0, 0)
             if not self.decoding.greedy:
                 row.uniforms = uniforms(request.seed, request.max_new_tokens + self.steps_per_read)
@@ -250,7 +251,7 @@ class LocalEngine:
         tokens_G = self._choose(hidden_GTD[:, -1], places, 0)
         self._ring.insert(places, cache, valid_GS, positions_GS, tokens_G)
         step = self._ring.clock.step
-        for index, request in zip(places, group):
+        for index, request in zip(places, group, strict=True):
             row = self._rows[index]
             row.first_step = step - valid.shape[1]
             row.end_step = step + request.max_new_tokens + self.steps_per_read
@@ -259,7 +260,8 @@ class LocalEngine:
     def _forward(
         self, ids_GT: torch.Tensor, valid_GS: torch.Tensor, positions_GS: torch.Tensor, cache: Cache, shared: int
     ) -> torch.Tensor:
-        """Hidden states of right-aligned prompts; S = shared + T. Padding rows attend everywhere: unread, but finite."""
+        """Hidden states of right-aligned prompts; S = shared + T. Padding rows attend everywhere: unread, but
+        finite."""
         distance = (positions_GS[:, shared:, None] - positions_GS[:, None, :])[:, None]
         mask = per_layer_type(self.windows, valid_GS[:, None, None] & (distance >= 0), distance, self.dtype)
         return self.decoder(
@@ -301,7 +303,7 @@ class LocalEngine:
     def _collect(self, places: Sequence[int], tokens_SM: torch.Tensor, on_finish) -> None:
         """Reads S steps' tokens of the rows at `places` and ends the rows that stop."""
         fresh = 0
-        for place, tokens in zip(places, tokens_SM.T.tolist()):
+        for place, tokens in zip(places, tokens_SM.T.tolist(), strict=True):
             row = self._rows[place]
             for token in tokens:
                 row.token_ids.append(token)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -166,7 +167,7 @@ def _checked_turns(turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
         raise Dropped("assistant speaks first")
     if any(not text.strip() for _, text in body):
         raise Dropped("empty turn")
-    if any(left[0] == right[0] for left, right in zip(body, body[1:], strict=False)):
+    if any(left[0] == right[0] for left, right in itertools.pairwise(body)):
         raise Dropped("two turns of one role in a row")
     if not any(role == "assistant" for role, _ in body):
         raise Dropped("no assistant turn")

@@ -1,7 +1,7 @@
 """`distill`: a model answers prompts, and what it said becomes rows with exactly the ids it emitted.
 
-A job is a set of rows, each named by a hash of its prompt, the settings and the sample index. Resuming is a set difference, a
-shard is a share of the names, and merging is a union.
+A job is a set of rows, each named by a hash of its prompt, the settings and the sample index. Resuming is a set
+difference, a shard is a share of the names, and merging is a union.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def prompts_from(paths: Sequence[str], system: str | None) -> tuple[list[Convers
         digest.update(prompt.prompt_key.encode())
     stream.counts.check()
     say(
-        f"{stream.counts.rows_in} prompts in = {len(prompts)} kept + {stream.counts.dropped} dropped ({stream.counts.summary()})"
+        f"{stream.counts.rows_in} prompts in = {len(prompts)} kept + {stream.counts.dropped} dropped"
+        f" ({stream.counts.summary()})"
     )
     return prompts, {"paths": list(map(str, paths)), "sha256": digest.hexdigest(), "counts": stream.counts.as_dict()}
 
@@ -193,7 +194,8 @@ class Job:
         self.journal.close()
 
     def begin(self, identity: dict[str, Any], resolved: dict[str, Any], prompts: dict[str, Any], backend: str) -> str:
-        """Checks that the folder holds this very job or none, writes the manifest, returns the hash that names its rows."""
+        """Checks that the folder holds this very job or none, writes the manifest, returns the hash that names its
+        rows."""
         job_hash = sha256_json({"base": identity, "settings": resolved})
         stored = read_manifest(self.out, self.shard)
         if stored is not None and stored["job_hash"] != job_hash:
@@ -244,8 +246,9 @@ class Job:
         self.write_manifest(complete=True)
         counts = self.counts
         text = (
-            f"{self.journal.path}: {counts.rows} rows ({counts.resumed} from before), {human_count(counts.generated_tokens)}"
-            f" supervised tokens; answers ended by stop token {counts.finish['stop']}, by length {counts.finish['length']}"
+            f"{self.journal.path}: {counts.rows} rows ({counts.resumed} from before),"
+            f" {human_count(counts.generated_tokens)} supervised tokens;"
+            f" answers ended by stop token {counts.finish['stop']}, by length {counts.finish['length']}"
         )
         if counts.skipped:
             text += "; skipped: " + ", ".join(f"{name} {count}" for name, count in counts.skipped.most_common())

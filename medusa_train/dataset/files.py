@@ -142,7 +142,7 @@ def _hub(name: str) -> Iterator[Located]:
         raise
     except Exception as error:  # the hub client raises many kinds; all mean that the data set cannot be had
         raise UserError(
-            f"neither a local file nor a hub dataset that can be read: {str(error).splitlines()[0] if str(error) else error!r}",
+            f"neither a local file nor a hub dataset that can be read: {(str(error) or repr(error)).splitlines()[0]}",
             where=name,
             fix="check the spelling, the network, or give owner/name:split",
         ) from error

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class TokenBatch:
-    """``input_ids_BT`` int64, ``loss_mask_BT`` bool, ``document_ids_BT`` int64 (-1 on padding), ``position_ids_BT`` int64."""
+    """``input_ids_BT`` int64, ``loss_mask_BT`` bool, ``document_ids_BT`` int64 (-1 on padding), ``position_ids_BT``
+    int64."""
 
     input_ids_BT: torch.Tensor
     loss_mask_BT: torch.Tensor

@@ -1,8 +1,8 @@
 """Conversations to token ids with a mask over exactly the assistant's tokens and the tokens that end its turns.
 
-Training sees the ids that generation would have seen: a prompt inside a row has the ids of `render_prompt`, always. Where
-tokenizing the whole conversation would merge across such a border, or the template rewrites earlier turns once the
-conversation grows, the conversation becomes one row per assistant turn.
+Training sees the ids that generation would have seen: a prompt inside a row has the ids of `render_prompt`, always.
+Where tokenizing the whole conversation would merge across such a border, or the template rewrites earlier turns once
+the conversation grows, the conversation becomes one row per assistant turn.
 """
 
 from __future__ import annotations

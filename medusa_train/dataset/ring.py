@@ -112,7 +112,7 @@ class Ring:
         device = self.mask_BC.device
         row_index = torch.tensor(list(rows), device=device)
         slots = torch.tensor(self.clock.slots_before(span), device=device)
-        for ring, source in zip(self.cache.layers, prefilled.layers):
+        for ring, source in zip(self.cache.layers, prefilled.layers, strict=True):
             ring.keys[row_index[:, None], :, slots[None, :]] = source.keys.transpose(1, 2)
             ring.values[row_index[:, None], :, slots[None, :]] = source.values.transpose(1, 2)
         mask = torch.full((len(row_index), self.capacity), self.blocked, dtype=self.mask_BC.dtype, device=device)

@@ -13,7 +13,7 @@ import numpy as np
 from medusa_train.console import say
 from medusa_train.dataset.conversations import ReadCounts, read_conversations
 from medusa_train.dataset.packing import TokenBatch, collate, collate_bins, pack_rows
-from medusa_train.dataset.render import RowOptions, Rendered, render_conversation
+from medusa_train.dataset.render import Rendered, RowOptions, render_conversation
 from medusa_train.dataset.templates import WAY_OUT, Unmaskable
 from medusa_train.errors import UserError, unknown_name
 
@@ -92,8 +92,8 @@ class RowCounts:
         """One line for the person at the terminal."""
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         text = (
-            f"{self.conversations_in:,} conversations in = {self.conversations_kept:,} trained + {self.read.dropped:,} dropped"
-            f" ({self.read.summary()}); {self.rows:,} rows, {self.tokens:,} tokens, {share:.0%} supervised"
+            f"{self.conversations_in:,} conversations in = {self.conversations_kept:,} trained"
+            f" + {self.read.dropped:,} dropped ({self.read.summary()}); {self.rows:,} rows, {self.tokens:,} tokens, {share:.0%} supervised"
         )
         if self.truncated:
             text += f"; {self.truncated:,} rows cut at the length limit"
@@ -135,7 +135,8 @@ def load_rows(paths: str | Path | Sequence[str | Path], base: Any, options: RowO
         base: a BaseTokenizer or Base.
 
     Raises:
-        UserError: unreadable data, more drops than allowed, rows of another tokenizer, a template that cannot be masked.
+        UserError: unreadable data, more drops than allowed, rows of another tokenizer, a template that cannot be
+        masked.
     """
     options = options or RowOptions()
     counts, rows = RowCounts(), []
@@ -247,8 +248,8 @@ def _from_journal(path: str | Path, base: Any, options: RowOptions, counts: RowC
 
 
 def split_rows(rows: Iterable[TokenRow], fraction: float, seed: int = 0) -> tuple[list[TokenRow], list[TokenRow]]:
-    """(train, heldout). A row's side is a hash of its group, so all answers to one prompt are on one side, and a side does
-    not change when other rows come or go."""
+    """(train, heldout). A row's side is a hash of its group, so all answers to one prompt are on one side, and a side
+    does not change when other rows come or go."""
     if not 0.0 <= fraction < 1.0:
         raise UserError(f"held-out fraction {fraction}", allowed="0 <= fraction < 1")
     train, heldout = [], []

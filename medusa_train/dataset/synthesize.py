@@ -1,7 +1,7 @@
 """User turns that the model makes up itself: sampled after the template's user header, so that no seed data is needed.
 
-Slot i of N has a few tries, each with a seed of its own; the first well-formed text is kept. What a slot yields depends on
-nothing but the settings, so that shards and resumed runs make the same prompts as one run.
+Slot i of N has a few tries, each with a seed of its own; the first well-formed text is kept. What a slot yields
+depends on nothing but the settings, so that shards and resumed runs make the same prompts as one run.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ from typing import Any
 
 from medusa_train.errors import UserError
 
-# Stands for an answer or a question while the template's own text around it is read. Private-use characters: no template
-# and no conversation holds them, no filter of a template (trim, lower) changes them.
+# Stands for an answer or a question while the template's own text around it is read. Private-use characters: no
+# template and no conversation holds them, no filter of a template (trim, lower) changes them.
 STAND_IN = "\ue000\ue123\ue001"
 
 WAY_OUT = "give another template with --chat-template FILE, or render one row per turn (one_row_per_turn: true)"
@@ -28,8 +28,8 @@ class Unmaskable(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """One assistant turn as text: it follows `prompt`; `text` is the answer as rendered, `terminator` what ends the turn
-    (a stop token's text, mostly), `message_index` its place in the conversation."""
+    """One assistant turn as text: it follows `prompt`; `text` is the answer as rendered, `terminator` what ends the
+    turn (a stop token's text, mostly), `message_index` its place in the conversation."""
 
     message_index: int
     prompt: str
@@ -85,7 +85,8 @@ def answers_of(base: Any, messages: list[dict[str, str]], *, raw_answers: bool =
     """Every assistant turn as it is rendered while it is the last one.
 
     Args:
-        raw_answers: where the rendered turn does not continue the generation prompt (a template that strips reasoning even
+        raw_answers: where the rendered turn does not continue the generation prompt (a template that strips reasoning
+        even
             from the last answer), take prompt + the answer's own text: what generation produced.
 
     Raises:
