@@ -14,6 +14,7 @@ from medusa_train.checkpoint.layouts import ExportFormat
 from medusa_train.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_with_base
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import sorted_paths
+from medusa_train.checkpoint.tensorfile import write_tensors
 from medusa_train.errors import UserError, unknown_name
 
 BACKBONE_CHOICES = ("merged", "adapter", "none")
@@ -67,7 +68,7 @@ def export_checkpoint(
     target, chosen = Path(out), layouts.FORMATS[form]
     _check_target(target)
     loaded = load_checkpoint(checkpoint, verify="hashes")
-    _refuse_what_does_not_fit(chosen, loaded, with_tree)
+    refusals(chosen, loaded, with_tree=with_tree).raise_if_any(f"cannot be exported as {form}", loaded.folder)
     choice = _backbone_choice(loaded, backbone, chosen)
     with staged_folder(target) as staged:
         if form == "medusa":
@@ -98,8 +99,8 @@ def _check_target(target: Path) -> None:
         )
 
 
-def _refuse_what_does_not_fit(form: ExportFormat, loaded: LoadedCheckpoint, with_tree: bool) -> None:
-    """Everything that this program cannot hold without loss, in one error."""
+def refusals(form: ExportFormat, loaded: LoadedCheckpoint, *, with_tree: bool) -> Problems:
+    """Everything in the checkpoint that this program cannot hold without loss."""
     config, problems = loaded.heads.config, Problems()
     if config.contract == "reduced" and form.reduced is not None:
         problems.add(
@@ -126,7 +127,7 @@ def _refuse_what_does_not_fit(form: ExportFormat, loaded: LoadedCheckpoint, with
         )
     if with_tree and loaded.tree is not None:
         layouts.check_tree_limits(form, sorted_paths(loaded.tree), problems)
-    problems.raise_if_any(f"cannot be exported as {form.name}", loaded.folder)
+    return problems
 
 
 def _blocks_differ(heads: Any) -> bool:
@@ -224,9 +225,7 @@ def _foreign(
         _write_full(staged, model, tensors, config)
         _save_tokenizer(loaded, staged)
         return exported
-    from safetensors.torch import save_file
-
-    save_file(tensors, staged / form.weights_file, metadata={"format": "pt"})
+    write_tensors(staged / form.weights_file, tensors)
     name = base_id or loaded.manifest.backbone.name
     if choice == "merged":
         model.save_pretrained(staged / abi.BACKBONE_FOLDER)
@@ -292,7 +291,6 @@ def _save_tokenizer(loaded: LoadedCheckpoint, folder: Path) -> None:
 def _write_full(staged: Path, model: Any, tensors: dict[str, Any], config: Any) -> None:
     """A whole model folder: the model as transformers saves it, one more shard with the heads, one index over all."""
     from safetensors import safe_open
-    from safetensors.torch import save_file
 
     model.config.medusa_num_heads = config.medusa_num_heads
     model.config.medusa_num_layers = config.medusa_num_layers
@@ -305,7 +303,7 @@ def _write_full(staged: Path, model: Any, tensors: dict[str, Any], config: Any) 
             weight_map |= dict.fromkeys(handle.keys(), named.name)
         size += named.stat().st_size
     heads_shard = f"model-{total:05d}-of-{total:05d}.safetensors"
-    save_file(tensors, staged / heads_shard, metadata={"format": "pt"})
+    write_tensors(staged / heads_shard, tensors)
     weight_map |= dict.fromkeys(tensors, heads_shard)
     size += (staged / heads_shard).stat().st_size
     index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}

@@ -17,6 +17,7 @@ from medusa_train.checkpoint.identity import BackboneId
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import read_tree_file
 from medusa_train.checkpoint.save import save_checkpoint
+from medusa_train.checkpoint.tensorfile import write_tensors
 from medusa_train.errors import UserError, unknown_name
 
 CONTRACT_CHOICES = ("auto", "own", "shared")
@@ -73,7 +74,7 @@ def import_heads(
             where=str(path),
             fix="give it with --base",
         )
-    backbone = _backbone(base_name, revision, chat_template)
+    backbone = backbone_marks(base_name, revision, chat_template)
     problems = Problems()
     layers = _check_complete(found, problems)
     _check_claims(found, layers, problems, trust_tensors)
@@ -114,7 +115,7 @@ def _local(source: str | Path) -> Path:
     return download_foreign(name)
 
 
-def _backbone(name: str, revision: str | None, chat_template: str | None) -> BackboneId:
+def backbone_marks(name: str, revision: str | None, chat_template: str | None) -> BackboneId:
     """The marks of the base, without its weights in memory."""
     from transformers import AutoConfig
 
@@ -299,8 +300,6 @@ def lm_head_of(backbone: BackboneId) -> Tensor:
 
 def _changed_backbone(found: ForeignHeads, backbone: BackboneId, target: Path) -> Path | None:
     """The backbone of a whole-model folder, the heads taken out; None where it is the base, bit for bit."""
-    from safetensors.torch import save_file
-
     from medusa_train.modeling.fingerprint import weights_hash
 
     if not found.whole_model:
@@ -312,7 +311,7 @@ def _changed_backbone(found: ForeignHeads, backbone: BackboneId, target: Path) -
     for number, path in enumerate(files, start=1):
         name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         kept = {k: v for k, v in read_tensors(path, Problems()).items() if found.backbone.get(k) == path}
-        save_file({k: v.clone() for k, v in kept.items()}, target / name, metadata={"format": "pt"})
+        write_tensors(target / name, {k: v.clone() for k, v in kept.items()})
         weight_map |= dict.fromkeys(kept, name)
     if weights_hash(target) == weights_hash(backbone.folder):
         found.notes.append("the backbone in the folder is the base, bit for bit: Medusa-1")

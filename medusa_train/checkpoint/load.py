@@ -116,8 +116,8 @@ def load_with_base(
     if entry.changed == "merged" and base is None:
         base = str(path / abi.BACKBONE_FOLDER)
     elif base is None:
-        base, arguments = _known_name(entry.name), {"revision": entry.revision}
-    template = _template_of(path)
+        base, arguments = known_name(entry.name), {"revision": entry.revision}
+    template = template_of(path)
     loaded = load_base(
         base,
         dtype=dtype,
@@ -190,13 +190,13 @@ def _floating_dtype(model: Any) -> Any:
     return dtype if dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64) else None
 
 
-def _template_of(path: Path) -> str | None:
+def template_of(path: Path) -> str | None:
     """The chat template saved with the checkpoint, so that prompts are rendered as in training."""
     file = path / "chat_template.jinja"
     return str(file) if file.is_file() else None
 
 
-def _known_name(name: str) -> str:
+def known_name(name: str) -> str:
     """An alias for a hub id that has one: an alias may also find weights that no hub is needed for."""
     from medusa_train.config.bases import BASES
 

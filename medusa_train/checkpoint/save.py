@@ -18,7 +18,7 @@ from medusa_train.checkpoint.inspect_ import check_token_map, inspect_checkpoint
 from medusa_train.checkpoint.manifest import FileEntry, HeadsManifest, read_manifest
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import check_tree
-from medusa_train.checkpoint.tensorfile import read_header
+from medusa_train.checkpoint.tensorfile import read_header, write_tensors
 from medusa_train.errors import UserError
 from medusa_train.provenance import library_versions, sha256_file
 
@@ -66,7 +66,7 @@ def save_checkpoint(
     _check_target(folder)
     with staged_folder(folder) as staged:
         _carry_over(folder, staged)
-        _write_tensors(staged / abi.HEADS_FILE, state)
+        write_tensors(staged / abi.HEADS_FILE, state)
         if base.tokenizer is not None:
             base.tokenizer.save_pretrained(staged)
         if adapter is not None:
@@ -248,13 +248,6 @@ def _carry_over(folder: Path, staged: Path) -> None:
     for name in unlisted_files(folder, manifest):
         if name not in foreign:
             link_or_copy(folder / name, staged / name)
-
-
-def _write_tensors(path: Path, state: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    save_file(state, path, metadata={"format": "pt"})
-    path.chmod(0o644)
 
 
 def _seal(staged: Path, manifest: HeadsManifest, carried: set[str]) -> None:

@@ -14,6 +14,7 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from medusa_train.checkpoint.problems import Problems
 
@@ -165,3 +166,11 @@ def _check_layout(tensors: dict[str, TensorInfo], data_bytes: int, problems: Pro
         position, previous = max(position, info.end), info.name
     if position != data_bytes:
         problems.add("size", label, f"holds {data_bytes} bytes of tensors, the header tells of {position}", DAMAGED)
+
+
+def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    """A safetensors file of torch tensors, readable for everybody (the library's own files are the owner's only)."""
+    from safetensors.torch import save_file
+
+    save_file(tensors, path, metadata={"format": "pt"})
+    path.chmod(0o644)

@@ -237,7 +237,7 @@ def test_a_really_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         with open(path, "wb") as handle:
             handle.write(b"x" * 100_000)
 
-    monkeypatch.setattr(save, "_write_tensors", redirected)
+    monkeypatch.setattr(save, "write_tensors", redirected)
     with pytest.raises(UserError, match="No space left"):
         save_toy(tmp_path / "heads")
     assert os.listdir(tmp_path) == []
@@ -254,7 +254,7 @@ def test_what_reads_back_different_is_discarded(tmp_path: Path, monkeypatch: pyt
         changed["blocks.0.0.linear.weight"].view(-1)[0] += 1
         save_file(changed, path, metadata={"format": "pt"})
 
-    monkeypatch.setattr(save, "_write_tensors", lying)
+    monkeypatch.setattr(save, "write_tensors", lying)
     with pytest.raises(CheckpointError, match="reads back different"):
         save_toy(tmp_path / "heads")
     assert os.listdir(tmp_path) == []
