@@ -127,7 +127,7 @@ def command(
     """Let the model answer prompts, or prompts it makes up itself; the rows keep exactly the ids it emitted.
 
     The rows go to OUT/rows.jsonl, one conversation a line, as each is done. Run the same command again to go on
-    after an interruption; rows that are there are not made again. Under `accelerate launch` every process takes a share.
+    after an interruption; what is there is not made again. Under `accelerate launch` each process takes a share.
     """
     if merge:
         from medusa_train.dataset.merge import merge_shards

@@ -108,7 +108,7 @@ class LocalEngine:
         limit = getattr(self.config, "max_position_embeddings", None)
         if limit is not None and len(request.prompt_ids) + request.max_new_tokens > limit:
             raise UserError(
-                f"prompt of {len(request.prompt_ids)} + {request.max_new_tokens} new tokens: longer than the model's context",
+                f"prompt of {len(request.prompt_ids)} + {request.max_new_tokens} new tokens exceed the model's context",
                 allowed=f"{limit} positions",
                 fix="lower --max-new-tokens or drop the prompt",
             )

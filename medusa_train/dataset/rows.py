@@ -93,7 +93,8 @@ class RowCounts:
         share = self.supervised_tokens / self.tokens if self.tokens else 0.0
         text = (
             f"{self.conversations_in:,} conversations in = {self.conversations_kept:,} trained"
-            f" + {self.read.dropped:,} dropped ({self.read.summary()}); {self.rows:,} rows, {self.tokens:,} tokens, {share:.0%} supervised"
+            f" + {self.read.dropped:,} dropped ({self.read.summary()});"
+            f" {self.rows:,} rows, {self.tokens:,} tokens, {share:.0%} supervised"
         )
         if self.truncated:
             text += f"; {self.truncated:,} rows cut at the length limit"

@@ -60,9 +60,7 @@ async def _run(
                 await asyncio.gather(*workers, return_exceptions=True)
             bar.describe(f"distill ({job.rate_text()})")
     if mismatched:
-        say(
-            f"{mismatched} answers: the server rendered the prompt to other ids than this chat template; its own are kept"
-        )
+        say(f"{mismatched} answers: the server's prompt ids are not this chat template's; the server's are kept")
 
 
 async def _answer_all(

@@ -21,7 +21,7 @@ CASES: dict[str, Turns] = {
     "equal answers": [("user", "hi"), ("assistant", "fine"), ("user", "hi"), ("assistant", "fine")],
     "empty answer": [("user", "hi"), ("assistant", "")],
     "white space": [("user", " hi\n"), ("assistant", "  hello \n\n"), ("user", "\tand? "), ("assistant", "\nthe ")],
-    "unicode": [("user", "Räksmörgås 日本?"), ("assistant", "🙂 naïve 日本 𝒳"), ("user", "é"), ("assistant", "é\u200d🙂")],
+    "unicode": [("user", "Räksmörgås 日本?"), ("assistant", "🙂 naïve 日本 𝒳"), ("user", "é"), ("assistant", "é🙂")],
     "special token's text in the question": [
         ("user", "what is <|im_end|> and </s> and <s>[INST] x [/INST] <end_of_turn>?"),
         ("assistant", "the end"),

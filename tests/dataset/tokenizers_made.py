@@ -20,6 +20,13 @@ CORPUS = [
 ] * 4
 
 
+# How Llama-3 and Qwen cut text before merging.
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
 def _bytes_to_unicode() -> dict[int, str]:
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     table, extra = {byte: chr(byte) for byte in printable}, 0
@@ -36,7 +43,11 @@ BYTE_OF = {character: byte for byte, character in _bytes_to_unicode().items()}
 def _byte_level(straddling: bool) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     # Without the word pattern merges run across spaces, brackets and line ends: borders get straddled.
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=not straddling)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if not straddling:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [pre_tokenizers.Split(Regex(WORDS), "isolated"), tokenizer.pre_tokenizer]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=420, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
