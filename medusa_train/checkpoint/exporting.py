@@ -15,6 +15,7 @@ from medusa_train.checkpoint.load import LoadedCheckpoint, load_checkpoint, load
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import sorted_paths
 from medusa_train.checkpoint.tensorfile import write_tensors
+from medusa_train.checkpoint.whole_model import write_full_folder
 from medusa_train.errors import UserError, unknown_name
 
 BACKBONE_CHOICES = ("merged", "adapter", "none")
@@ -222,7 +223,7 @@ def _foreign(
         )
     tensors = head_tensors(form, loaded.heads, _lm_head(model) if needs_lm_head else None, shared=shared)
     if form.name == "hf-full":
-        _write_full(staged, model, tensors, config)
+        write_full_folder(staged, model, tensors, config)
         _save_tokenizer(loaded, staged)
         return exported
     write_tensors(staged / form.weights_file, tensors)
@@ -286,25 +287,3 @@ def _save_tokenizer(loaded: LoadedCheckpoint, folder: Path) -> None:
     for name in loaded.manifest.files:
         if "/" not in name and name not in ours:
             link_or_copy(loaded.folder / name, folder / name)
-
-
-def _write_full(staged: Path, model: Any, tensors: dict[str, Any], config: Any) -> None:
-    """A whole model folder: the model as transformers saves it, one more shard with the heads, one index over all."""
-    from safetensors import safe_open
-
-    model.config.medusa_num_heads = config.medusa_num_heads
-    model.config.medusa_num_layers = config.medusa_num_layers
-    model.save_pretrained(staged)
-    shards = sorted(staged.glob("*.safetensors"))
-    total, weight_map, size = len(shards) + 1, {}, 0
-    for number, shard in enumerate(shards, start=1):
-        named = shard.rename(staged / f"model-{number:05d}-of-{total:05d}.safetensors")
-        with safe_open(named, framework="pt") as handle:
-            weight_map |= dict.fromkeys(handle.keys(), named.name)
-        size += named.stat().st_size
-    heads_shard = f"model-{total:05d}-of-{total:05d}.safetensors"
-    write_tensors(staged / heads_shard, tensors)
-    weight_map |= dict.fromkeys(tensors, heads_shard)
-    size += (staged / heads_shard).stat().st_size
-    index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(weight_map.items()))}
-    (staged / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")

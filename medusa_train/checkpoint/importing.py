@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,12 +11,12 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint import abi, layouts
-from medusa_train.checkpoint.foreign import ForeignHeads, read_foreign, read_tensors
+from medusa_train.checkpoint.foreign import ForeignHeads, read_foreign
 from medusa_train.checkpoint.identity import BackboneId
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import read_tree_file
 from medusa_train.checkpoint.save import save_checkpoint
-from medusa_train.checkpoint.tensorfile import write_tensors
+from medusa_train.checkpoint.whole_model import changed_backbone
 from medusa_train.errors import UserError, unknown_name
 
 CONTRACT_CHOICES = ("auto", "own", "shared")
@@ -90,7 +89,7 @@ def import_heads(
     heads = _assemble(found, layers, backbone, contract)
     tree_json = None if tree is None else read_tree_file(Path(tree), heads.config.medusa_num_heads)
     with tempfile.TemporaryDirectory(prefix="medusa-import-") as scratch:
-        merged = _changed_backbone(found, backbone, Path(scratch) / "backbone")
+        merged = changed_backbone(found, backbone, Path(scratch) / "backbone")
         policy = "heads_only" if merged is None else "joint"
         folder = save_checkpoint(
             out,
@@ -296,37 +295,3 @@ def lm_head_of(backbone: BackboneId) -> Tensor:
     if bias is not None:
         raise UserError("the lm_head has a bias, so its weight alone is not a head's projection", where=backbone.name)
     return weight
-
-
-def _changed_backbone(found: ForeignHeads, backbone: BackboneId, target: Path) -> Path | None:
-    """The backbone of a whole-model folder, the heads taken out; None where it is the base, bit for bit."""
-    from medusa_train.modeling.fingerprint import weights_hash
-
-    if not found.whole_model:
-        if "medusa-2" in found.layouts:
-            found.notes.append("named like Medusa-2 heads, but no backbone lies beside them; the base's own is assumed")
-        return None
-    target.mkdir(parents=True)
-    files, weight_map = sorted(set(found.backbone.values())), {}
-    for number, path in enumerate(files, start=1):
-        name = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        kept = {k: v for k, v in read_tensors(path, Problems()).items() if found.backbone.get(k) == path}
-        write_tensors(target / name, {k: v.clone() for k, v in kept.items()})
-        weight_map |= dict.fromkeys(kept, name)
-    if weights_hash(target) == weights_hash(backbone.folder):
-        found.notes.append("the backbone in the folder is the base, bit for bit: Medusa-1")
-        return None
-    if len(files) > 1:
-        index = {"metadata": {}, "weight_map": weight_map}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (target / "config.json").write_text(json.dumps(_backbone_config(found, backbone), indent=2) + "\n")
-    found.notes.append("the backbone in the folder differs from the base: it is kept with the heads (Medusa-2)")
-    return target
-
-
-def _backbone_config(found: ForeignHeads, backbone: BackboneId) -> dict[str, Any]:
-    """The folder's config without what speaks of heads; the model class is the base's, not a Medusa wrapper's."""
-    dropped = ("medusa", "medusa_config", "version", "base_model_name_or_path", "auto_map", "architectures")
-    config = {k: v for k, v in found.config.items() if k not in dropped and not k.startswith("medusa_")}
-    base = json.loads((backbone.folder / "config.json").read_text())
-    return config | {"architectures": base.get("architectures"), "model_type": base.get("model_type")}
