@@ -330,3 +330,34 @@ def test_help_needs_no_torch():
         "assert 'spec-bench' in r.output; assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_a_checkpoint_with_an_adapter_is_compared_with_its_own_backbone(tiny_checkpoint, prompt_file, tmp_path):
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    from medusa_train.checkpoint import load_with_base, save_checkpoint
+
+    base, plain = load_with_base(tiny_checkpoint, dtype="float32", device="cpu")
+    torch.manual_seed(0)
+    adapted = get_peft_model(base.model, LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    save_checkpoint(
+        tmp_path / "adapted",
+        plain.heads,
+        base,
+        recipe={},
+        policy="self_distill",
+        data_manifest_hash=None,
+        training={},
+        adapter=adapted,
+        tree=plain.tree,
+    )
+    request = ArmRequest((str(tiny_checkpoint), str(tmp_path / "adapted")), dtype="float32", device="cpu")
+    report, measured = run_acceptance(
+        open_groups(request, OPTIONS), load_suite(str(prompt_file)), OPTIONS, tmp_path / "out"
+    )
+    assert [arm.plain for arm in report.arms] == [0, 1]
+    assert [arm.exactness.identical for arm in report.arms] == [len(PROMPTS)] * 2
+    texts = [[record.turns[0].plain["greedy"].token_ids for record in records] for _, records in measured]
+    assert texts[0] != texts[1]
+    assert len(list((tmp_path / "out").glob("journal-*.jsonl"))) == 2
