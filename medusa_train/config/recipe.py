@@ -40,7 +40,7 @@ class DataSection(Section):
     max_length: int = Field(2048, ge=8, description="positions of a packed batch row")
     packing: bool = True
     pad_to_multiple: int = Field(8, ge=1)
-    max_drop_fraction: float = Field(0.2, ge=0, le=1, description="more rows dropped than this stops the run")
+    max_drop_fraction: float = Field(0.05, ge=0, le=1, description="more rows dropped than this stops the run")
     render: dict[str, Any] = Field({}, description="options of the renderer, see `medusa-train show --help`")
 
 
@@ -67,7 +67,7 @@ class CacheSection(Section):
     enabled: bool = True
     folder: str | None = Field(None, description="by default `<output_dir>.run/cache`")
     shard_rows: int = Field(65536, ge=1, description="supervised rows per safetensors shard")
-    forward_tokens: int = Field(4096, ge=1, description="tokens per backbone forward while the cache is built")
+    forward_tokens: int = Field(2048, ge=1, description="tokens per backbone forward while the cache is built")
 
 
 class LoraSection(Section):

@@ -30,7 +30,7 @@ class BinDataset(Dataset):
 
 
 class BinCollator:
-    """Bins -> what `Trainee.forward` takes, plus `row_ids` for error messages.
+    """Bins -> what `Trainee.forward` takes, plus `row_ids` (file:line) for error messages.
 
     Args:
         shifts: of the channels.
@@ -55,7 +55,7 @@ class BinCollator:
             "attention_mask": None if self.mask is None else self.mask(batch.document_ids_BT, batch.position_ids_BT),
             "rows": rows_M,
             "labels": labels_CM,
-            "row_ids": [row.id for one in bins for row in one],
+            "row_ids": [row.source for one in bins for row in one],
         }
 
 

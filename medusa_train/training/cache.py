@@ -212,12 +212,18 @@ def run_rows(model: Any, rows: Sequence[TokenRow]) -> Tensor:
 class CachedRows(Dataset):
     """Supervised positions of a cache, memory-mapped; one item is one position.
 
+    Args:
+        inverse_map: token id -> row of a reduced projection, or None.
+        names: what error messages call the token rows.
+
     Attributes:
         labels_NC: int32 [N, C], in rows of the heads' projection (IGNORE where there is no target).
         row_N, position_N: which token row, and where in it.
     """
 
-    def __init__(self, folder: str | Path, inverse_map: Tensor | None = None) -> None:
+    def __init__(
+        self, folder: str | Path, inverse_map: Tensor | None = None, names: Sequence[str] | None = None
+    ) -> None:
         from safetensors.torch import load_file
 
         self.shards = [load_file(path, device="cpu") for path in sorted(Path(folder).glob("shard-*.safetensors"))]
@@ -228,7 +234,7 @@ class CachedRows(Dataset):
         if inverse_map is not None:
             known_NC = inverse_map.to(torch.int32)[labels_NC.clamp(min=0).long()]
             labels_NC = torch.where(labels_NC == IGNORE, IGNORE, known_NC)
-        self.labels_NC = labels_NC
+        self.labels_NC, self.names = labels_NC, names
         self.row_N = torch.cat([shard["row"] for shard in self.shards])
         self.position_N = torch.cat([shard["position"] for shard in self.shards])
 
@@ -246,6 +252,9 @@ class CachedRows(Dataset):
                 out_MD[mine] = shard["hidden"].index_select(0, indices_M[mine] - self.starts[number])
         return out_MD
 
+    def _name(self, row: int) -> str:
+        return str(row) if self.names is None else self.names[row]
+
     def __getitem__(self, index: int) -> dict[str, Any]:
         return self.__getitems__([index])
 
@@ -255,7 +264,7 @@ class CachedRows(Dataset):
         return {
             "hidden": self.hidden(indices_M),
             "labels": self.labels_NC[indices_M].T.long().contiguous(),
-            "row_ids": self.row_N[indices_M].unique().tolist(),
+            "row_ids": [self._name(row) for row in self.row_N[indices_M[:64]].unique().tolist()],
         }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
 from medusa_train.console import human_count, human_seconds, say
@@ -102,6 +103,7 @@ def load_recipe_base(recipe: Recipe) -> Base:
 
 def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay: Replay | None) -> MedusaTrainer:
     """Everything up to the first step: heads, adapter, cache, data sets, arguments, callbacks."""
+    set_seed(int(recipe.training.get("seed", 0)))  # adapters start from random numbers
     heads = make_heads(recipe, base, rows.train)
     device = next(base.model.parameters()).device
     objective = objective_of(recipe, device)
@@ -138,8 +140,6 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
         heldout=heldout,
         replay=replay,
     )
-    from transformers import PrinterCallback, ProgressCallback
-
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
     keep_best.trainer = trainer
@@ -173,7 +173,7 @@ def _cached(
         if part[1] > 1:
             torch.distributed.barrier()
         # Held-out targets stay token ids: a token that reduced heads do not know counts as a miss there.
-        found.append(CachedRows(folder / name, inverse if name == "train" else None))
+        found.append(CachedRows(folder / name, inverse if name == "train" else None, [row.source for row in some]))
     return found[0], found[1]
 
 
