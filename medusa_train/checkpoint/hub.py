@@ -7,6 +7,7 @@ from pathlib import Path
 from medusa_train.checkpoint import abi
 from medusa_train.errors import UserError
 
+TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests")
 DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 
 
@@ -50,7 +51,6 @@ def push_folder(folder: Path, repo_id: str, *, private: bool, message: str) -> s
     Raises:
         UserError: not logged in, no permission, no network, an impossible name.
     """
-    import httpx
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
 
@@ -68,9 +68,12 @@ def push_folder(folder: Path, repo_id: str, *, private: bool, message: str) -> s
             f"the hub refused the upload to {repo_id} (status {status})",
             fix="check that you are logged in (`hf auth whoami`) and may write there",
         ) from error
-    except (httpx.HTTPError, OSError) as error:
+    except Exception as error:
+        # The client raises its transport's own errors where a connection breaks; they share no base class.
+        if not isinstance(error, OSError) and type(error).__module__.split(".")[0] not in TRANSPORTS:
+            raise
         raise UserError(
             f"the hub cannot be reached ({type(error).__name__}); nothing was uploaded",
-            fix=f"connect and run the command again; the export lies in {folder}",
+            fix="connect and run the command again",
         ) from error
     return str(address)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,12 +11,11 @@ import torch
 
 from medusa_train.checkpoint import save_checkpoint
 from medusa_train.checkpoint.doctor import Diagnosis, examine_checkpoint, examine_environment
+from medusa_train.cli.app import main
 from medusa_train.modeling.backbone import output_projection
 from medusa_train.modeling.base import Base, load_base
 from medusa_train.modeling.heads import HeadsConfig, MedusaHeads, new_heads
 from tests.tiny import save_tiny_base
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -138,18 +136,23 @@ def test_a_base_that_is_gone_is_said_and_is_no_fault(tmp_path: Path, base: Base)
     assert not examine(folder, str(tmp_path / "nowhere")).healthy
 
 
-def run(*words: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "medusa_train", *words], cwd=ROOT, capture_output=True, text=True)
+def test_command_line_exit_codes_and_json(tmp_path: Path, base: Base, capsys, monkeypatch) -> None:
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["medusa-train", *words])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        return int(stopped.value.code or 0), *capsys.readouterr()
 
-
-def test_command_line_exit_codes_and_json(tmp_path: Path, base: Base) -> None:
     folder = save(tmp_path / "heads", heads_of(base, "shared"), base)
-    done = run("doctor", str(folder), "--json")
-    assert done.returncode == 0, done.stderr
-    content = json.loads(done.stdout)
+    code, stdout, _ = run("doctor", str(folder), "--json")
+    assert code == 0
+    content = json.loads(stdout)
     assert content["healthy"] and content["summary"]["contract"] == "shared" and len(content["heads"]) == 3
     (folder / "config.json").write_text("{}")
-    done = run("doctor", str(folder))
-    assert done.returncode == 1 and "not healthy" in done.stdout and "Traceback" not in done.stderr
-    done = run("doctor", str(tmp_path / "nowhere"))
-    assert done.returncode == 2 and "no checkpoint there" in done.stderr and "Traceback" not in done.stderr
+    code, stdout, stderr = run("doctor", str(folder))
+    assert code == 1 and "not healthy" in stdout and "config.json" in stderr
+    code, stdout, stderr = run("doctor", str(tmp_path / "nowhere"))
+    assert code == 2 and "no checkpoint there" in stderr
+    code, stdout, _ = run("doctor")
+    assert code == 0 and "machine" in stdout
