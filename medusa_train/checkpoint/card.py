@@ -23,8 +23,10 @@ _CONTRACT_WORDS = {
 
 def find_report(checkpoint: Path) -> Path | None:
     """The acceptance report that lies in or beside a checkpoint, or None."""
+    checkpoint = checkpoint.resolve()
     places = (
         checkpoint / "report.json",
+        checkpoint.parent / f"{checkpoint.name}-report" / "report.json",
         checkpoint / "report" / "report.json",
         checkpoint.parent / "report" / "report.json",
     )

@@ -1,8 +1,9 @@
 """Runs inside vLLM's own environment (never inside ours): generates greedily, with or without exported heads.
 
-Usage: python vllm_program.py JOB.json OUT.json   where JOB holds base, heads (folder or null), num_heads, prompts (token
-ids), max_tokens, dtype, hidden (safetensors with `hidden` [M, D], or null). OUT gets token ids, vLLM's own counters, and
-with heads: which parameters of the loaded module differ from the file, and its logits (OUT.json.safetensors).
+Usage: python vllm_program.py JOB.json OUT.json   where JOB holds base, heads (folder or null), num_heads, prompts
+(token ids), max_tokens, dtype, hidden (safetensors with `hidden` [M, D], or null). OUT gets token ids, vLLM's own
+counters, and with heads: which parameters of the loaded module differ from the file, and its logits, in
+OUT.json.safetensors.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ def look_inside(worker: object, job: dict) -> dict:
 
 
 def main() -> None:
-    job = json.load(open(sys.argv[1]))
+    with open(sys.argv[1]) as handle:
+        job = json.load(handle)
     llm = engine(job)
     sampling = SamplingParams(temperature=0.0, max_tokens=job["max_tokens"], detokenize=False)
     answers = llm.generate([{"prompt_token_ids": ids} for ids in job["prompts"]], sampling, use_tqdm=False)
