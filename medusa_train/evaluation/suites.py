@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import medusa_train
-from medusa_train.errors import UserError
+from medusa_train.errors import UserError, nearest
 from medusa_train.provenance import sha256_bytes, sha256_file, user_cache, write_atomic
 
 HELDOUT = Path("data") / "prompts" / "heldout.jsonl"
@@ -90,9 +90,12 @@ def load_suite(name: str, *, suite_file: str | Path | None = None) -> Suite:
         return replace(suite, prompts=tuple(map(_spec_bench_group, suite.prompts)))
     path = Path(name)
     if not path.exists():
+        guess = nearest(name, NAMED_SUITES)
         raise UserError(
             f"no suite and no file is called {name!r}",
+            where="--suite",
             allowed=f"{', '.join(NAMED_SUITES)}, or a path to a file of prompts",
+            fix=None if guess is None else f"did you mean {guess!r}?",
         )
     return _from_file(path, path.name)
 

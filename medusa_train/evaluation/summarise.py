@@ -62,8 +62,8 @@ def summarise(
             turns="all" if options.all_turns else "first",
         ),
         setup=Setup(
-            base=first.base,
-            base_fingerprint=first.base_fingerprint,
+            base=", ".join(dict.fromkeys(info.base for info, _ in measured)),
+            base_fingerprint=", ".join(dict.fromkeys(info.base_fingerprint for info, _ in measured)),
             dtype=first.dtype,
             device=first.device,
             quantization=first.quantization,

@@ -93,6 +93,7 @@ def test_a_repeated_id_does_not_make_two_prompts_one(tmp_path):
     ("name", "content", "said"),
     [
         ("no-such-suite", None, "no suite and no file is called 'no-such-suite'"),
+        ("mtbench", None, "did you mean 'mt-bench'"),
         ("FILE", "", "no prompt"),
         ("FILE", '{"turns": []}\n', "`turns` must be non-empty user texts"),
         ("FILE", '{"turns": ["a"]}\n{"text": 1}\n', "a row without a list `turns`"),
