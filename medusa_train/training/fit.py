@@ -12,8 +12,7 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
-from medusa_train.console import human_count, human_seconds, say
-from medusa_train.errors import UserError
+from medusa_train.console import human_seconds, say
 from medusa_train.modeling.backbone import output_projection
 from medusa_train.modeling.base import Base, load_base
 from medusa_train.provenance import command_line, environment, write_atomic
@@ -236,6 +235,3 @@ def _is_main() -> bool:
     import os
 
     return int(os.environ.get("RANK", "0")) == 0
-
-
-__all__ = ["UserError", "build_trainer", "fit", "human_count", "load_recipe_base"]
