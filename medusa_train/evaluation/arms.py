@@ -245,7 +245,8 @@ def _round_record(round_: Any) -> RoundRecord:
 
 def _plain_decoder(decoder: Any, law: str, options: RunOptions) -> Decoder:
     def run(prompt_ids: Sequence[int], limit: int, seed: int) -> AnswerRecord:
-        answer = decoder.decode([prompt_ids], _settings(law, options, limit, seed))[0]
+        # Traced as the tree arms are: on an accelerator the stage clocks wait for it, and both arms must wait alike.
+        answer = decoder.decode([prompt_ids], _settings(law, options, limit, seed), trace=True)[0]
         steps = tuple(step.seconds.total for step in answer.rounds if step.seconds is not None)
         return AnswerRecord(
             tuple(answer.token_ids), (), steps, answer.prefill_seconds, sum(steps), answer.finish_reason
