@@ -87,8 +87,9 @@ def headline(report: AcceptanceReport, number: int) -> str:
     if not exact.checked:
         return f"{words} Mode {arm.mode} is {arm.promise}."
     if exact.identical == exact.prompts:
-        return f"{words} All {exact.prompts} answers are token for token those of plain greedy decoding."
+        all_of_them = f"All {exact.prompts} answers are" if exact.prompts > 1 else "The answer is"
+        return f"{words} {all_of_them} token for token what plain greedy decoding gives."
     return (
-        f"{words} {exact.identical} of {exact.prompts} answers are token for token those of plain greedy decoding; "
+        f"{words} {exact.identical} of {exact.prompts} answers are token for token what plain greedy decoding gives; "
         f"{exact.near_ties} part at a near-tie of two tokens, {exact.failures} for no such reason."
     )

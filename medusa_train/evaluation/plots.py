@@ -78,7 +78,7 @@ def survival(arm: ArmReport) -> str:
             y = bottom - (bottom - top) * level.predicted / highest
             said = f"predicted {write(level.predicted, 'percent')}"
             parts.append(svg.diamond(middle + width / 2 + 9, y, 6, "predicted", said))
-        parts.append(svg.text(middle, bottom + 17, f"{level.depth} or more", "tick", "middle"))
+        parts.append(svg.text(middle, bottom + 17, f"≥ {level.depth}", "tick", "middle"))
     parts.append(svg.text(svg.WIDTH / 2, bottom + 37, "guesses accepted in a round", "", "middle"))
     return svg.figure(bottom + 44, "Share of rounds that reach each depth, measured and predicted", parts)
 
