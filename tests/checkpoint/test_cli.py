@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 
@@ -147,9 +149,28 @@ class Hub(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(raw)
 
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
     def do_GET(self) -> None:
-        self.server.seen.append(("GET", self.path))
-        self.answer({"id": "me/heads", "sha": "a" * 40, "siblings": [], "name": "me"})
+        self.server.seen.append((self.command, self.path))
+        name = unquote(self.path.partition("/resolve/")[2].partition("/")[2].partition("?")[0])
+        if not name:
+            if "/tree/" in self.path:
+                sizes = {name: len(content) for name, content in self.server.files.items()}
+                self.answer([{"type": "file", "path": n, "size": size, "oid": "c" * 40} for n, size in sizes.items()])
+                return
+            siblings = [{"rfilename": name} for name in self.server.files]
+            self.answer({"id": "me/heads", "sha": "a" * 40, "siblings": siblings, "name": "me"})
+            return
+        content = self.server.files[name]
+        self.send_response(200)
+        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
+        self.send_header("X-Repo-Commit", "a" * 40)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -206,6 +227,11 @@ def test_push_to_hub(tmp_path: Path, hub: ThreadingHTTPServer) -> None:
     loaded = load_checkpoint(tmp_path / "arrived", verify="hashes")
     assert loaded.manifest == load_checkpoint(folder).manifest
     assert 'load_with_base("me/heads")' in (tmp_path / "arrived" / "README.md").read_text()
+    # And back again by its name on the hub, a pickle that somebody added left behind.
+    hub.files["evil.pt"] = b"never fetched"
+    done = run_apart("doctor", "me/heads", **environment)
+    assert done.returncode == 0 and "healthy" in done.stdout, done.stdout + done.stderr
+    assert not any("evil" in path for _, path in hub.seen)
 
 
 def test_push_refused(tmp_path: Path, run, hub: ThreadingHTTPServer) -> None:

@@ -136,6 +136,27 @@ def test_a_base_that_is_gone_is_said_and_is_no_fault(tmp_path: Path, base: Base)
     assert not examine(folder, str(tmp_path / "nowhere")).healthy
 
 
+def test_changed_backbones_are_examined_too(tmp_path: Path, base: Base) -> None:
+    import copy
+
+    from peft import LoraConfig, get_peft_model
+
+    heads = heads_of(base, "own")
+    adapted = get_peft_model(copy.deepcopy(base.model), LoraConfig(r=2, target_modules=["q_proj"]))
+    found = examine(save(tmp_path / "adapter", heads, base, policy="joint", adapter=adapted))
+    assert found.healthy and found.base == "same" and found.summary["backbone"] == "adapter"
+    assert found.heads[0].projection_distance == 0
+    trained = copy.deepcopy(base.model)
+    with torch.no_grad():
+        trained.get_output_embeddings().weight.mul_(2)
+    folder = save(tmp_path / "merged", heads, base, policy="joint", merged=trained)
+    found = examine(folder)
+    assert found.healthy and found.base == "same" and found.summary["backbone"] == "merged"
+    # Against the changed lm_head, twice as large, the heads stand half of its norm away.
+    assert found.heads[0].projection_distance == pytest.approx(0.5, rel=1e-5)
+    assert not examine(folder, base.name).healthy
+
+
 def test_command_line_exit_codes_and_json(tmp_path: Path, base: Base, capsys, monkeypatch) -> None:
     def run(*words: str) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["medusa-train", *words])

@@ -19,7 +19,7 @@ PROMPTS, TOKENS = 6, 48
 
 
 def quickly_trained(contract: str, folder: Path) -> Path:
-    """Two heads that know the model's answers to the check's prompts by heart: agreement needs acceptance, not skill."""
+    """Two heads that know the model's answers to the prompts by heart: agreement needs acceptance, not skill."""
     from medusa_train.dataset import Message, render_prompt
     from medusa_train.evaluation.suites import load_suite
     from medusa_train.modeling.backbone import hidden_states, output_projection
