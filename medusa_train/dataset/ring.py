@@ -152,7 +152,7 @@ class Ring:
         new.rows, new.capacity, new.blocked = rows, capacity, self.blocked
         new.clock = RingClock(capacity)
         new.clock.step = new.clock.width = span
-        new.clock.step, moved = span, self.clock.step - span
+        moved = self.clock.step - span
         layers = []
         for layer in self.cache.layers:
             pair = []

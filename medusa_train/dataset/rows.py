@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -21,6 +22,9 @@ __all__ = [
     "RowCounts", "RowOptions", "RowSet", "TokenBatch", "TokenRow", "collate", "collate_bins", "iter_rows", "load_rows",
     "pack_rows", "row_options", "split_rows",
 ]  # fmt: skip
+
+# Conversations after which a template that let none be masked is refused.
+HOPELESS_AFTER = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +68,7 @@ class RowCounts:
     tokens: int = 0
     supervised_tokens: int = 0
     inexact: int = 0
+    unmaskable: Counter = field(default_factory=Counter)
 
     @property
     def conversations_in(self) -> int:
@@ -143,6 +148,8 @@ def load_rows(paths: str | Path | Sequence[str | Path], base: Any, options: RowO
     counts, rows = RowCounts(), []
     for row in iter_rows(paths, base, options, counts):
         rows.append(row)
+    if counts.unmaskable and not counts.read.kept:
+        raise _refusal(base, counts, ", ".join(map(str, [paths] if isinstance(paths, str | Path) else paths)))
     counts.read.check(options.max_drop_fraction)
     say(counts.summary())
     digest = hashlib.sha256()
@@ -150,6 +157,16 @@ def load_rows(paths: str | Path | Sequence[str | Path], base: Any, options: RowO
         digest.update(row.input_ids.tobytes())
         digest.update(row.loss_mask.tobytes())
     return RowSet(rows, counts, digest.hexdigest())
+
+
+def _refusal(base: Any, counts: RowCounts, where: str) -> UserError:
+    """The template, by name, with the way out: it let no conversation be masked exactly."""
+    reasons = ", ".join(reason for reason, _ in counts.unmaskable.most_common(3))
+    return UserError(
+        f"the chat template of {base.name} allows no exact mask: {reasons}",
+        where=f"{where}, {counts.read.rows_in} conversations",
+        fix=WAY_OUT,
+    )
 
 
 def iter_rows(
@@ -172,12 +189,9 @@ def _from_conversations(path: str | Path, base: Any, options: RowOptions, counts
         except Unmaskable as error:
             counts.read.kept -= 1
             counts.read.drop(error.reason, conversation.source)
-            if counts.read.rows_in == 20 and counts.read.kept == 0:
-                raise UserError(
-                    f"no exact mask is possible: {error.reason}",
-                    where=f"chat template of {base.name}; first rows of {path}",
-                    fix=WAY_OUT,
-                ) from error
+            counts.unmaskable[error.reason] += 1
+            if counts.read.rows_in == HOPELESS_AFTER and not counts.read.kept:
+                raise _refusal(base, counts, str(path)) from error
             continue
         key, many = conversation.key, len(rendered) > 1
         kept = False

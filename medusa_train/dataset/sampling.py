@@ -11,6 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from medusa_train.modeling.argmax import argmax_rows
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -37,7 +39,7 @@ def choose(logits_BV: torch.Tensor, decoding: Decoding, uniform_B: torch.Tensor 
     tokens whose mass reaches p (the token that crosses p included).
     """
     if decoding.greedy:
-        return logits_BV.argmax(dim=-1)
+        return argmax_rows(logits_BV)
     scores_BV = logits_BV.float() / decoding.temperature
     if decoding.top_k <= 0 and decoding.top_p >= 1.0:
         return _invert(torch.softmax(scores_BV, dim=-1), uniform_B)

@@ -50,7 +50,7 @@ def detect(record: Any, where: str) -> str:
             return "messages"
         for name in ("conversations", "conversation"):
             if _list_of_dicts(first[name]):
-                return "sharegpt" if "from" in first[name][0] else "messages"
+                return "messages" if first[name] and "role" in first[name][0] else "sharegpt"
         if isinstance(first["turns"], list) and first["turns"]:
             return "turns"
         if isinstance(record.get("instruction"), str):
@@ -87,15 +87,16 @@ def turns_of(record: Any, shape: str, where: str) -> list[tuple[str, str]]:
     """
     try:
         if shape == "alpaca":
-            return _alpaca(record)
-        if shape == "prompt":
-            return _prompt(record)
-        if shape == "turns":
-            return [("user", _text(turn)) for turn in record["turns"]]
-        name = next((key for key in ("messages", "conversations", "conversation") if key in record), "messages")
-        turns = []
-        for turn in record[name]:
-            turns.append(_turn(turn))
+            turns = _alpaca(record)
+        elif shape == "prompt":
+            turns = _prompt(record)
+        elif shape == "turns":
+            turns = [("user", _text(turn)) for turn in record["turns"]]
+        else:
+            name = next((key for key in ("messages", "conversations", "conversation") if key in record), "messages")
+            turns = [_turn(turn) for turn in record[name]]
+        if not all(isinstance(text, str) for _, text in turns):
+            raise TypeError("a text that is none")
     except (KeyError, TypeError, AttributeError) as error:
         raise wrong_shape(record, where, expected=shape) from error
     system = record.get("system")
@@ -139,8 +140,6 @@ def _alpaca(record: dict) -> list[tuple[str, str]]:
     question = record["instruction"]
     extra = record.get("input") or ""
     turns = [("user", f"{question}\n\n{extra}" if extra.strip() else question)]
-    if isinstance(record.get("system"), str) and record["system"]:
-        turns.insert(0, ("system", record["system"]))
     answer = record.get("output", record.get("response"))
     return turns if answer is None else [*turns, ("assistant", _text(answer))]
 
@@ -148,8 +147,6 @@ def _alpaca(record: dict) -> list[tuple[str, str]]:
 def _prompt(record: dict) -> list[tuple[str, str]]:
     prompt = record["prompt"]
     turns = [("user", prompt)] if isinstance(prompt, str) else [_turn(turn) for turn in prompt]
-    if isinstance(record.get("system"), str) and record["system"]:
-        turns.insert(0, ("system", record["system"]))
     answer = next((record[name] for name in ("response", "completion", "answer", "chosen") if name in record), None)
     if answer is None:
         return turns

@@ -126,7 +126,9 @@ def test_sampling_has_the_processed_distribution() -> None:
     """Chi-square of 40,000 draws against softmax(logits / T) cut by top-k and top-p, computed here by plain loops."""
     logits = torch.tensor([2.0, 1.5, 1.0, 0.2, 0.0, -1.0])
     for decoding in (Decoding(0.7), Decoding(1.3, top_k=4), Decoding(1.0, top_p=0.8), Decoding(0.9, 5, 0.7)):
-        scaled = sorted(((value / decoding.temperature, index) for index, value in enumerate(logits.tolist())), reverse=True)
+        scaled = sorted(
+            ((value / decoding.temperature, index) for index, value in enumerate(logits.tolist())), reverse=True
+        )
         kept = scaled[: decoding.top_k or len(scaled)]
         weights = np.exp([value for value, _ in kept])
         weights /= weights.sum()
