@@ -64,12 +64,21 @@ def fsync_tree(folder: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """The same bytes under a second name: a hard link where there are such (files are never edited in place)."""
+    """The same bytes under a second name, by a hard link where the file system has them.
+
+    Only for files whose first name goes away when the folder is swapped: two living names would share later edits.
+    """
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
         os.link(os.path.realpath(source), target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def copy_file(source: Path, target: Path) -> None:
+    """A copy of its own (content only), folders made as needed."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, target)
 
 
 def recover(target: Path) -> None:

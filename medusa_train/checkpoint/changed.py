@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from medusa_train.checkpoint.atomic import link_or_copy
+from medusa_train.checkpoint.atomic import copy_file
 from medusa_train.checkpoint.inspect_ import holds_pickle
 from medusa_train.errors import UserError
 
@@ -26,7 +26,7 @@ def stage_adapter(target: Path, adapter: Any) -> None:
                 f"no adapter: {', '.join(missing)} missing", where=str(source), allowed="a folder that peft saved"
             )
         for name in ADAPTER_FILES:
-            link_or_copy(source / name, target / name)
+            copy_file(source / name, target / name)
         return
     # save_embedding_layers: "auto" would ask the hub, and writes a copy of the embeddings where lm_head is a target.
     adapter.save_pretrained(target, safe_serialization=True, save_embedding_layers=False)
@@ -58,7 +58,7 @@ def stage_merged(target: Path, merged: Any, tokenizer: Any) -> str:
             )
         for path in source.iterdir():
             if path.is_file():
-                link_or_copy(path, target / path.name)
+                copy_file(path, target / path.name)
     else:
         merged.save_pretrained(target, max_shard_size=MAX_SHARD)
     if tokenizer is not None and not (target / "tokenizer_config.json").is_file():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.checkpoint import abi, layouts
-from medusa_train.checkpoint.atomic import link_or_copy, staged_folder
+from medusa_train.checkpoint.atomic import copy_file, staged_folder
 from medusa_train.checkpoint.layouts import ExportFormat
 from medusa_train.checkpoint.load import LoadedCheckpoint, load_checkpoint, load_with_base
 from medusa_train.checkpoint.problems import Problems
@@ -170,7 +170,7 @@ def _native(loaded: LoadedCheckpoint, staged: Path, base: str | None, choice: st
     exported = Exported(staged, "medusa", loaded.heads.config.contract, [])
     if choice != "merged" or loaded.manifest.backbone.changed == "merged":
         for name in (*loaded.manifest.files, abi.MANIFEST_FILE):
-            link_or_copy(loaded.folder / name, staged / name)
+            copy_file(loaded.folder / name, staged / name)
         return exported
     from medusa_train.checkpoint.identity import BackboneId
     from medusa_train.checkpoint.save import save_checkpoint
@@ -286,4 +286,4 @@ def _save_tokenizer(loaded: LoadedCheckpoint, folder: Path) -> None:
     ours = (abi.HEADS_FILE, abi.CONFIG_FILE, abi.TREE_FILE)
     for name in loaded.manifest.files:
         if "/" not in name and name not in ours:
-            link_or_copy(loaded.folder / name, folder / name)
+            copy_file(loaded.folder / name, folder / name)

@@ -119,7 +119,9 @@ def store_tree(folder: str | Path, tree: dict[str, Any] | None) -> None:
         _seal(staged, manifest, carried=set(manifest.files) - {abi.TREE_FILE})
 
 
-def _checked_state(heads, base, policy, adapter, merged, tree, training, recipe) -> dict[str, Tensor]:
+def _checked_state(
+    heads: Any, base: Any, policy: Any, adapter: Any, merged: Any, tree: Any, training: Any, recipe: Any
+) -> dict[str, Tensor]:
     """The tensors to write, on the CPU, each with its own memory; all that forbids writing is raised at once."""
     problems = Problems()
     if policy not in abi.POLICIES:

@@ -98,7 +98,18 @@ def command(
             say(f"pushed to {address}")
 
 
-def _export(checkpoint, target, form, base, base_id, backbone, with_tree, report, repo_id, temporary) -> None:
+def _export(
+    checkpoint: str,
+    target: Path,
+    form: str,
+    base: str | None,
+    base_id: str | None,
+    backbone: BackboneForm | None,
+    with_tree: bool,
+    report: Path | None,
+    repo_id: str | None,
+    temporary: bool,
+) -> None:
     from medusa_train.checkpoint.card import find_report, read_report, render_card
     from medusa_train.checkpoint.exporting import export_checkpoint
     from medusa_train.checkpoint.load import find_checkpoint

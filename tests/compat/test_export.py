@@ -350,3 +350,14 @@ def test_backbone_choices_that_make_no_sense(tmp_path: Path, checkpoint) -> None
         export_checkpoint(folder, tmp_path / "out", "vllm", backbone="merged")
     with pytest.raises(UserError, match="whole model"):
         export_checkpoint(folder, tmp_path / "out", "hf-full", backbone="adapter")
+
+
+def test_an_export_shares_no_file_with_the_checkpoint(tmp_path: Path, checkpoint) -> None:
+    """Whoever edits the exported folder in place must not change the checkpoint behind its back."""
+    folder, _ = checkpoint("own", 2, 1)
+    for form in ("medusa", "hf-full"):
+        export_checkpoint(folder, tmp_path / form, form)
+        for path in (tmp_path / form).rglob("*.json"):
+            with open(path, "r+") as handle:
+                handle.write(" ")
+    load_checkpoint(folder, verify="hashes")
