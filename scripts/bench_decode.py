@@ -5,8 +5,8 @@
 
 Arms are interleaved: every repeat runs every arm once, so a machine that slows down slows them all. Printed: medians
 and, in brackets, the quartiles. The floor of N rows is the matrix products alone: every linear layer of the decoder and
-the lm_head on N rows, and of the heads on one row. Heads are untrained (reduced, 8,192 tokens) unless --checkpoint names
-some: what they guess does not change what a round costs.
+the lm_head on N rows, and of the heads on one row. Heads are untrained (reduced, 8,192 tokens) unless --checkpoint
+names some: what they guess does not change what a round costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 

@@ -103,8 +103,8 @@ class TreeJob:
     def _fastest(self, max_nodes: int) -> tuple[int, Overhead]:
         sizes = sorted({size for size in AUTO_SIZES if size < max_nodes} | {max_nodes})
         trees = {size: search(self.calibration, size, self.method, smoothing=self.smoothing).tree for size in sizes}
-        repeats = 3
-        with progress("timing rounds", (len(sizes) + 1) * repeats, "runs") as bar:
+        repeats = 2
+        with progress("timing rounds", (len(sizes) + 1) * (repeats + 1), "runs") as bar:
             overhead = measure_overhead(
                 self.base.model, self.heads, trees, self.prompt, repeats=repeats, on_pass=bar.advance
             )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.decoding.settings import DecodeSettings
-from medusa_train.decoding.verify import argmax_rows
+from medusa_train.modeling.argmax import argmax_rows
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import torch
 from medusa_train.decoding.cache import PreallocatedCache
 from medusa_train.decoding.compare import first_divergence
 from medusa_train.decoding.stream import TextStream
-from medusa_train.decoding.verify import ARGMAX_BLOCK, argmax_rows
 from medusa_train.errors import UserError
+from medusa_train.modeling.argmax import BLOCK, argmax_rows
 from tests.decoding.helpers import generated, model_of, random_prompt
 from tests.tiny import tiny_tokenizer
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [64, 16 * ARGMAX_BLOCK, 17 * ARGMAX_BLOCK, 5000])
+@pytest.mark.parametrize("size", [64, 16 * BLOCK, 17 * BLOCK, 5000])
 def test_argmax_with_ties(dtype: torch.dtype, size: int) -> None:
     """Few different values, so nearly every row has ties: the lowest index wins, as in torch."""
     generator = torch.Generator().manual_seed(size)
