@@ -13,6 +13,7 @@ from torch import Tensor
 from medusa_train.checkpoint import abi, layouts
 from medusa_train.checkpoint.foreign import ForeignHeads, read_foreign
 from medusa_train.checkpoint.identity import BackboneId
+from medusa_train.checkpoint.inspect_ import count_non_finite
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import read_tree_file
 from medusa_train.checkpoint.save import save_checkpoint
@@ -210,7 +211,7 @@ def _check_shapes(found: ForeignHeads, backbone: BackboneId, problems: Problems)
             problems.add("shape", name, f"shape {list(tensor.shape)}, {list(shape)} is needed for {backbone.name}", fix)
         elif not tensor.is_floating_point():
             problems.add("dtype", name, f"dtype {tensor.dtype}, floating point is needed", "dequantize the heads first")
-        elif not bool(tensor.isfinite().all()):
+        elif count_non_finite(tensor):
             problems.add(
                 "non-finite", name, "holds NaN or infinite numbers", "these heads are broken; train them again"
             )

