@@ -19,7 +19,7 @@ from medusa_train.console import say
 from medusa_train.errors import UserError
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
-FAILURES_UNTIL_ASIDE = 5
+FAILURES_UNTIL_ASIDE, HOPELESS_AFTER = 5, 20
 FIRST_PAUSE_S, LONGEST_PAUSE_S, ASIDE_S = 0.5, 30.0, 30.0
 
 
@@ -52,7 +52,7 @@ class _Server:
     failures: int = 0
     aside_until: float = 0.0
     answered: int = 0
-    extras: bool = True  # whether it takes the request fields that are not OpenAI's
+    gives_ids: bool = True  # whether it may be asked for token ids
     last_reason: str = ""
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
@@ -90,7 +90,7 @@ class ServerPool:
             _Server(_normal(url), model, gate=asyncio.Semaphore(concurrency)) for url in dict.fromkeys(urls)
         ]
         self.retries, self.first_pause, self.aside = retries, first_pause, aside
-        self.tries = 0
+        self.tries = self.refused = 0
         self._random = random.Random()
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
@@ -154,7 +154,7 @@ class ServerPool:
                         self._put_aside(server, str(failure))
                 else:
                     server.failures = 0
-                    server.answered += 1
+                    self._count(server, reply)
                     return reply
                 finally:
                     server.under_way -= 1
@@ -165,6 +165,13 @@ class ServerPool:
             f"no answer after {self.retries + 1} tries; the last: {reason}",
             fix="mend the server and run the same command again: what is answered is kept",
         )
+
+    def _count(self, server: _Server, reply: Reply) -> None:
+        """Notes an answer or a refusal; a server that only refuses is a mistake in the settings, not in the prompts."""
+        server.answered += reply.refusal is None
+        self.refused += reply.refusal is not None
+        if self.refused >= HOPELESS_AFTER and not any(one.answered for one in self.servers):
+            raise UserError(f"every request is refused: {reply.refusal}", where=server.url, fix="check the settings")
 
     async def _pick(self) -> _Server:
         """The server with the fewest requests under way, of those not aside; waits where all are."""
@@ -180,15 +187,16 @@ class ServerPool:
             say(f"{server.url} is set aside for {self.aside:.0f} s: {reason}")
         server.aside_until, server.failures = time.monotonic() + self.aside, 0
 
-    async def _once(self, server: _Server, messages: list[dict[str, str]], body: dict[str, Any]) -> Reply:
+    async def _once(
+        self, server: _Server, messages: list[dict[str, str]], body: dict[str, Any], ask_ids: bool | None = None
+    ) -> Reply:
         import httpx
 
         request = {"model": server.model or "default", "messages": messages, "stream": False, **body}
-        if server.extras:
+        ask_ids = server.gives_ids if ask_ids is None else ask_ids
+        if ask_ids:
             # vLLM returns the very ids with this; others ignore it or answer 400, and are then asked without.
             request["return_token_ids"] = True
-        else:
-            request.pop("top_k", None)
         try:
             # httpx's time-outs are per read; a server that drips bytes must not hold a place for ever.
             response = await asyncio.wait_for(
@@ -207,15 +215,10 @@ class ServerPool:
                 fix="check --url, --server-model and the API key",
             )
         if response.status_code >= 400:
-            if server.extras and response.status_code in (400, 422):
-                server.extras = False
-                try:
-                    reply = await self._once(server, messages, body)
-                except Retry:
-                    server.extras = True
-                    raise
-                # Refused all the same: then it was the request, not its extra fields.
-                server.extras = reply.refusal is not None
+            if ask_ids and response.status_code in (400, 422):
+                reply = await self._once(server, messages, body, ask_ids=False)
+                if reply.refusal is None:  # so it was the field, not the request
+                    server.gives_ids = False
                 return reply
             return Reply(refusal=f"HTTP {response.status_code}: {_message(response)}")
         return _parsed(response)
