@@ -30,10 +30,10 @@ stage() { # stage NAME COMMAND...: prints the command, runs it, notes how long i
     printf '%-16s %4d s\n' "$name" $((SECONDS - started)) >>"$run/stages.txt"
 }
 
-stage distill medusa-train distill --base smollm2-135m --prompts data/prompts/train.jsonl --synthesize 900 \
-    --max-new-tokens 128 --out "$run/distill"
+stage distill medusa-train distill --base smollm2-135m --prompts data/prompts/train.jsonl --synthesize 160 \
+    --samples 3 --temperature 0.5 --max-new-tokens 128 --out "$run/distill"
 stage fit medusa-train fit --recipe recipes/quickstart.yaml
-stage tree medusa-train tree "$run/heads"
+stage tree medusa-train tree "$run/heads" --nodes 15
 stage eval-acceptance medusa-train eval-acceptance "$run/heads" --suite heldout --max-prompts "$prompts" \
     --max-new-tokens "$tokens" --out "$run/report"
 stage generate medusa-train generate "$run/heads" --prompt "Explain in a few sentences how a rainbow forms." \

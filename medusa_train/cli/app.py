@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import importlib
-import importlib.util
 import os
 import sys
 from typing import Annotated
@@ -62,8 +61,6 @@ def build_app() -> typer.Typer:
         pass
 
     for name, module in COMMANDS.items():
-        if importlib.util.find_spec(module) is None:
-            continue
         extra = {"allow_extra_args": True} if name in TAKES_OVERRIDES else {}
         settings = {"help_option_names": ["-h", "--help"], **extra}
         app.command(name, context_settings=settings)(importlib.import_module(module).command)
