@@ -75,6 +75,31 @@ def link_or_copy(source: Path, target: Path) -> None:
         shutil.copyfile(source, target)
 
 
+def carry_over(folder: Path, staged: Path, leave: set[str]) -> set[str]:
+    """Takes everything below `folder` along into `staged` but the relative paths in `leave`; returns what it took.
+
+    Hidden folders, links and empty folders too: a checkpoint may be a git clone, and its history is not ours to drop.
+    """
+    taken: set[str] = set()
+    for parent, folders, names in os.walk(folder):
+        here = Path(parent).relative_to(folder)
+        links = [name for name in folders if (Path(parent) / name).is_symlink()]
+        for name in folders:
+            if name not in links and (here / name).as_posix() not in leave:
+                (staged / here / name).mkdir(parents=True, exist_ok=True)
+        for name in (*names, *links):
+            relative, source = (here / name).as_posix(), Path(parent) / name
+            if relative in leave:
+                continue
+            taken.add(relative)
+            if source.is_symlink():
+                (staged / here).mkdir(parents=True, exist_ok=True)
+                os.symlink(os.readlink(source), staged / here / name)
+            else:
+                link_or_copy(source, staged / here / name)
+    return taken
+
+
 def copy_file(source: Path, target: Path) -> None:
     """A copy of its own (content only), folders made as needed."""
     target.parent.mkdir(parents=True, exist_ok=True)

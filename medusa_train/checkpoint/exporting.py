@@ -72,6 +72,7 @@ def export_checkpoint(
     refusals(chosen, loaded, with_tree=with_tree).raise_if_any(f"cannot be exported as {form}", loaded.folder)
     choice = _backbone_choice(loaded, backbone, chosen)
     with staged_folder(target) as staged:
+        _keep_hidden(target, staged)
         if form == "medusa":
             exported = _native(loaded, staged, base, choice)
         else:
@@ -98,6 +99,15 @@ def _check_target(target: Path) -> None:
             where=str(target),
             allowed="a folder that is absent, empty, or an older export",
         )
+
+
+def _keep_hidden(target: Path, staged: Path) -> None:
+    """A clone of a hub repository is a likely target; its `.git` and `.gitattributes` stay."""
+    for entry in target.glob(".*") if target.is_dir() else ():
+        if entry.is_dir() and not entry.is_symlink():
+            shutil.copytree(entry, staged / entry.name, symlinks=True)
+        else:
+            shutil.copy2(entry, staged / entry.name, follow_symlinks=False)
 
 
 def refusals(form: ExportFormat, loaded: LoadedCheckpoint, *, with_tree: bool) -> Problems:

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from medusa_train.checkpoint import abi
-from medusa_train.checkpoint.atomic import link_or_copy, staged_folder
+from medusa_train.checkpoint.atomic import carry_over, link_or_copy, staged_folder
 from medusa_train.checkpoint.changed import stage_adapter, stage_merged
 from medusa_train.checkpoint.identity import backbone_entry, sizes_of
-from medusa_train.checkpoint.inspect_ import check_token_map, count_non_finite, inspect_checkpoint, unlisted_files
-from medusa_train.checkpoint.manifest import FileEntry, HeadsManifest, read_manifest
+from medusa_train.checkpoint.inspect_ import check_token_map, count_non_finite, inspect_checkpoint
+from medusa_train.checkpoint.manifest import FileEntry, HeadsManifest
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import check_tree
 from medusa_train.checkpoint.tensorfile import read_header, write_tensors
@@ -65,7 +65,7 @@ def save_checkpoint(
     state = _checked_state(heads, base, policy, adapter, merged, tree, training, recipe)
     _check_target(folder)
     with staged_folder(folder) as staged:
-        _carry_over(folder, staged)
+        kept = _keep_what_is_not_ours(folder, staged)
         write_tensors(staged / abi.HEADS_FILE, state)
         if base.tokenizer is not None:
             base.tokenizer.save_pretrained(staged)
@@ -93,7 +93,7 @@ def save_checkpoint(
             files={},
         )
         (staged / abi.CONFIG_FILE).write_text(_json_text(manifest.config()), encoding="utf-8")
-        _seal(staged, manifest, carried=set())
+        _seal(staged, manifest, carried=set(), foreign=kept)
         _compare_with_memory(staged, state)
     return folder
 
@@ -112,8 +112,10 @@ def store_tree(folder: str | Path, tree: dict[str, Any] | None) -> None:
         check_tree(tree, manifest.medusa_num_heads, problems)
     problems.raise_if_any("the tree cannot be stored", folder)
     with staged_folder(folder) as staged:
-        for name in {*manifest.files, *unlisted_files(folder, manifest)} - {abi.TREE_FILE}:
+        # The checkpoint's own files by content, so that a copy from the hub's cache (links) becomes files.
+        for name in set(manifest.files) - {abi.TREE_FILE}:
             link_or_copy(folder / name, staged / name)
+        carry_over(folder, staged, {*manifest.files, abi.MANIFEST_FILE, abi.TREE_FILE})
         if tree is not None:
             (staged / abi.TREE_FILE).write_text(_json_text(tree), encoding="utf-8")
         _seal(staged, manifest, carried=set(manifest.files) - {abi.TREE_FILE})
@@ -237,28 +239,30 @@ def _check_target(folder: Path) -> None:
         )
 
 
-def _carry_over(folder: Path, staged: Path) -> None:
-    """What a person laid into an older checkpoint (notes, reports) survives its replacement; foreign weights do not."""
+def _keep_what_is_not_ours(folder: Path, staged: Path) -> set[str]:
+    """What a person laid into an older checkpoint (notes, a git history) survives its replacement; foreign weights and
+    folders that only held our own files do not. Returns the relative paths that were kept."""
     if not (folder / abi.MANIFEST_FILE).is_file():
-        return
-    manifest = read_manifest(folder, Problems())
-    if manifest is None:
-        return
+        return set()
     problems = Problems()
-    inspect_checkpoint(folder, problems, hashes=False)
+    manifest, _ = inspect_checkpoint(folder, problems, hashes=False)
+    if manifest is None:
+        return set()
     foreign = {problem.where for problem in problems.found if problem.kind == "unexpected"}
-    for name in unlisted_files(folder, manifest):
-        if name not in foreign:
-            link_or_copy(folder / name, staged / name)
+    ours = {abi.MANIFEST_FILE, abi.TREE_FILE, abi.ADAPTER_FOLDER, abi.BACKBONE_FOLDER, *manifest.files}
+    return carry_over(folder, staged, ours | foreign)
 
 
-def _seal(staged: Path, manifest: HeadsManifest, carried: set[str]) -> None:
-    """Hashes every file (those in `carried` keep their entry), writes the manifest, reads the folder back strictly."""
+def _seal(staged: Path, manifest: HeadsManifest, carried: set[str], foreign: set[str] = frozenset()) -> None:
+    """Hashes every file of ours, writes the manifest, reads the folder back strictly.
+
+    Files in `carried` keep the manifest's entry (they were not written again); those in `foreign` are not ours.
+    """
     listed = set(manifest.files) if carried else None
     files = {}
     for path in sorted(staged.rglob("*")):
         name = path.relative_to(staged).as_posix()
-        if not path.is_file() or name == abi.MANIFEST_FILE:
+        if not path.is_file() or name == abi.MANIFEST_FILE or name in foreign:
             continue
         if name in carried:
             files[name] = manifest.files[name]

@@ -96,6 +96,30 @@ def test_replacing_carries_notes_over_and_drops_the_old_weights(tmp_path: Path) 
     assert (folder / "NOTES.txt").read_text() == "mine"
     assert (folder / "report" / "report.html").read_text() == "<html>"
     assert not (folder / "tree.json").exists()
+    (folder / "NOTES.txt").write_text("mine, edited later")
+    load_checkpoint(folder, verify="hashes")
+
+
+def test_a_git_clone_keeps_its_history(tmp_path: Path) -> None:
+    """Hidden folders, links and empty folders of a cloned repository outlive both ways of writing."""
+    folder = save_toy(tmp_path / "heads")
+    (folder / ".git" / "refs").mkdir(parents=True)
+    (folder / ".git" / "HEAD").write_text("ref: refs/heads/main")
+    (folder / ".gitattributes").write_text("*.safetensors filter=lfs")
+    (folder / "latest").symlink_to("tree.json")
+    for write in (lambda: store_tree(folder, TREE), lambda: save_toy(folder, random_heads(seed=3))):
+        write()
+        assert (folder / ".git" / "HEAD").read_text() == "ref: refs/heads/main" and (folder / ".git" / "refs").is_dir()
+        assert (folder / ".gitattributes").exists() and os.readlink(folder / "latest") == "tree.json"
+        assert not any(name.startswith((".git", "latest")) for name in load_checkpoint(folder).manifest.files)
+
+
+def test_old_adapters_and_foreign_weights_do_not_linger(tmp_path: Path) -> None:
+    folder = save_toy(tmp_path / "heads")
+    (folder / "medusa_lm_head.pt").write_bytes(b"x")
+    save_toy(folder)
+    assert not (folder / "medusa_lm_head.pt").exists()
+    load_checkpoint(folder, verify="hashes")
 
 
 def test_store_tree_replaces_only_the_tree(tmp_path: Path) -> None:

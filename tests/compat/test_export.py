@@ -219,7 +219,9 @@ def test_target_is_guarded(tmp_path: Path, checkpoint) -> None:
         export_checkpoint(folder, tmp_path / "out", "fasterdecodin")
     for form in ("vllm", "trtllm", "medusa", "tgi"):
         export_checkpoint(folder, tmp_path / "out", form)
+        (tmp_path / "out" / ".git").mkdir(exist_ok=True)
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == [
+        ".git",
         "config.json",
         "medusa_export.json",
         "medusa_lm_head.safetensors",
