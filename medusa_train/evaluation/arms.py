@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from medusa_train.evaluation.records import AnswerRecord, RoundRecord
 from medusa_train.provenance import sha256_json
 
 STORED = "stored"
+OnTokens = Callable[[int], None]
 MODES = ("greedy", "typical", "sample")
 
 
@@ -214,8 +215,13 @@ def _settings(mode: str, options: RunOptions, limit: int, seed: int) -> Any:
 
 
 def _tree_decoder(decoder: Any, mode: str, options: RunOptions) -> Decoder:
-    def run(prompt_ids: Sequence[int], limit: int, seed: int) -> AnswerRecord:
-        answer = decoder.decode([prompt_ids], _settings(mode, options, limit, seed), trace=True)[0]
+    def run(prompt_ids: Sequence[int], limit: int, seed: int, on_tokens: OnTokens) -> AnswerRecord:
+        answer = decoder.decode(
+            [prompt_ids],
+            _settings(mode, options, limit, seed),
+            on_round=lambda _, done: on_tokens(len(done.tokens)),
+            trace=True,
+        )[0]
         rounds = tuple(_round_record(round_) for round_ in answer.rounds)
         return AnswerRecord(
             token_ids=tuple(answer.token_ids),
@@ -244,9 +250,14 @@ def _round_record(round_: Any) -> RoundRecord:
 
 
 def _plain_decoder(decoder: Any, law: str, options: RunOptions) -> Decoder:
-    def run(prompt_ids: Sequence[int], limit: int, seed: int) -> AnswerRecord:
+    def run(prompt_ids: Sequence[int], limit: int, seed: int, on_tokens: OnTokens) -> AnswerRecord:
         # Traced as the tree arms are: on an accelerator the stage clocks wait for it, and both arms must wait alike.
-        answer = decoder.decode([prompt_ids], _settings(law, options, limit, seed), trace=True)[0]
+        answer = decoder.decode(
+            [prompt_ids],
+            _settings(law, options, limit, seed),
+            on_round=lambda _, done: on_tokens(len(done.tokens)),
+            trace=True,
+        )[0]
         steps = tuple(step.seconds.total for step in answer.rounds if step.seconds is not None)
         return AnswerRecord(
             tuple(answer.token_ids), (), steps, answer.prefill_seconds, sum(steps), answer.finish_reason
@@ -258,7 +269,7 @@ def _plain_decoder(decoder: Any, law: str, options: RunOptions) -> Decoder:
 def _generate(base: Any) -> Decoder:
     """transformers' generate, greedy, with every processor of the model's generation_config switched off."""
 
-    def run(prompt_ids: Sequence[int], limit: int, seed: int) -> AnswerRecord:
+    def run(prompt_ids: Sequence[int], limit: int, seed: int, on_tokens: OnTokens) -> AnswerRecord:
         import torch
 
         device = base.model.get_input_embeddings().weight.device

@@ -47,8 +47,8 @@ class GroupInfo:
     attention: str | None = None
 
 
-# prompt ids -> answer; the second argument is the most tokens to generate, the third seeds sampling
-Decoder = Callable[[Sequence[int], int, int], AnswerRecord]
+# (prompt ids, most tokens to generate, seed of sampling, called with the number of tokens of each round) -> answer
+Decoder = Callable[[Sequence[int], int, int, Callable[[int], None]], AnswerRecord]
 
 
 @dataclass(frozen=True)

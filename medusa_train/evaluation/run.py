@@ -97,12 +97,13 @@ def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Jou
         say(f"{done} of {len(suite.prompts)} prompts were measured before with these settings ({journal.path.name})")
     if todo:
         turns = sum(len(prompt.turns) if options.all_turns else 1 for _, prompt in todo)
-        # Counted in answers: with several arms a prompt takes long enough to look like a hang.
-        with progress(f"decoding {suite.name}", total=turns * len(_decoders(group)), unit="answers") as bar:
+        # Counted in tokens: an answer takes long enough to look like a hang. What one leaves unused counts as done.
+        total = turns * len(_decoders(group)) * options.max_new_tokens
+        with progress(f"decoding {suite.name}", total=total, unit="tokens") as bar:
             _warm_up(group, todo[0][1], options)
             rounds = tokens = 0
             for index, prompt in todo:
-                record = measure_prompt(group, prompt, options, index, lambda: bar.advance(1))
+                record = measure_prompt(group, prompt, options, index, bar.advance)
                 journal.append(record)
                 for turn in record.turns:
                     rounds += len(turn.arms[0].rounds)
@@ -119,7 +120,7 @@ def _warm_up(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions) -> No
     if not _fits(group, prompt_ids):
         return
     for decoder in _decoders(group).values():
-        decoder(prompt_ids, min(WARMUP_TOKENS, options.max_new_tokens), options.seed)
+        decoder(prompt_ids, min(WARMUP_TOKENS, options.max_new_tokens), options.seed, lambda _: None)
 
 
 def _decoders(group: OpenedGroup) -> dict[tuple[str, str | int], Decoder]:
@@ -135,9 +136,9 @@ def _fits(group: OpenedGroup, prompt_ids: Sequence[int]) -> bool:
 
 
 def measure_prompt(
-    group: OpenedGroup, prompt: SuitePrompt, options: RunOptions, index: int, answered: Callable[[], None]
+    group: OpenedGroup, prompt: SuitePrompt, options: RunOptions, index: int, advance: Callable[[int], object]
 ) -> PromptRecord:
-    """Decodes one prompt with every arm, calling `answered` after each answer.
+    """Decodes one prompt with every arm, calling `advance` with the tokens done, max_new_tokens in all per answer.
 
     Later turns follow the plain arm's answer (the first arm's without one), the same history for all arms.
     """
@@ -152,7 +153,7 @@ def measure_prompt(
             break
         # The seed follows the prompt, not its place, so that a record does not depend on how many prompts were taken.
         seed = options.seed + zlib.crc32(f"{prompt.id}/{number}".encode())
-        turn = _measure_turn(group, prompt_ids, options, index, seed, answered)
+        turn = _measure_turn(group, prompt_ids, options, index, seed, advance)
         turns.append(turn)
         leading = turn.plain.get("greedy") or turn.arms[0]
         messages.append(("assistant", group.answer_text(leading.token_ids)))
@@ -160,7 +161,12 @@ def measure_prompt(
 
 
 def _measure_turn(
-    group: OpenedGroup, prompt_ids: list[int], options: RunOptions, index: int, seed: int, answered: Callable[[], None]
+    group: OpenedGroup,
+    prompt_ids: list[int],
+    options: RunOptions,
+    index: int,
+    seed: int,
+    advance: Callable[[int], object],
 ) -> TurnRecord:
     decoders = _decoders(group)
     keys = list(decoders)
@@ -168,8 +174,15 @@ def _measure_turn(
     turned = keys[index % len(keys) :] + keys[: index % len(keys)]
     answers = {}
     for key in turned:
-        answers[key] = decoders[key](prompt_ids, options.max_new_tokens, seed)
-        answered()
+        done = 0
+
+        def progressed(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            advance(tokens)
+
+        answers[key] = decoders[key](prompt_ids, options.max_new_tokens, seed, progressed)
+        advance(options.max_new_tokens - done)
     plain = {law: answers["plain", law] for law in group.plain}
     arms = tuple(answers["arm", number] for number in range(len(group.arms)))
     generate = answers.get(("generate", "greedy"))

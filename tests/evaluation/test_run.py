@@ -127,12 +127,12 @@ def test_an_interrupted_run_continues_and_measures_nothing_twice(tiny_checkpoint
         for group in open_groups(request, OPTIONS):
             real = group.arms[0]
 
-            def arm(prompt_ids, limit, seed, real=real):
+            def arm(prompt_ids, limit, seed, on_tokens, real=real):
                 if limit == OPTIONS.max_new_tokens:  # the warm-up asks for fewer tokens
                     if len(calls) == stop_after:
                         raise KeyboardInterrupt
                     calls.append(tuple(prompt_ids))
-                return real(prompt_ids, limit, seed)
+                return real(prompt_ids, limit, seed, on_tokens)
 
             yield dataclasses.replace(group, arms=(arm,))
 
@@ -255,8 +255,8 @@ def test_a_broken_promise_is_reported_and_exits_with_1(tiny_checkpoint, prompt_f
     def liar(decoder, mode, options):
         honest = real(decoder, mode, options)
 
-        def decode(prompt_ids, limit, seed):
-            answer = honest(prompt_ids, limit, seed)
+        def decode(prompt_ids, limit, seed, on_tokens):
+            answer = honest(prompt_ids, limit, seed, on_tokens)
             wrong = (answer.token_ids[0] + 1) % 50
             rounds = (
                 dataclasses.replace(answer.rounds[0], tokens=(wrong, *answer.rounds[0].tokens[1:])),
