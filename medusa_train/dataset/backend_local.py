@@ -225,22 +225,22 @@ class LocalEngine:
     def _start(self, group: list[Request], places: list[int], rows: int, capacity: int, on_finish) -> None:
         self._find_prefix(group)
         shared = len(self._prefix_ids) if all(self._shared(request) for request in group) else 0
-        count, width = len(group), max(len(request.prompt_ids) for request in group) - shared
-        ids = np.zeros((count, width), dtype=np.int64)
-        valid = np.zeros((count, shared + width), dtype=bool)
-        positions = np.zeros((count, shared + width), dtype=np.int64)
-        valid[:, :shared], positions[:, :shared] = True, np.arange(shared)
-        for index, request in enumerate(group):
-            tail = request.prompt_ids[shared:]
-            ids[index, width - len(tail) :] = tail
-            valid[index, shared + width - len(tail) :] = True
-            positions[index, shared + width - len(tail) :] = np.arange(shared, shared + len(tail))
+        # Samples of one prompt are prefilled once.
+        distinct = list(dict.fromkeys(tuple(request.prompt_ids) for request in group))
+        place_of = {ids: index for index, ids in enumerate(distinct)}
+        which = torch.tensor([place_of[tuple(request.prompt_ids)] for request in group], device=self.device)
+        ids, valid, positions = _right_aligned(distinct, shared)
         cache = DynamicCache()
         if shared:
             for number, layer in enumerate(self._prefix_cache.layers):
-                cache.update(layer.keys.expand(count, -1, -1, -1), layer.values.expand(count, -1, -1, -1), number)
+                keys, values = (t.expand(len(distinct), -1, -1, -1) for t in (layer.keys, layer.values))
+                cache.update(keys, values, number)
         valid_GS, positions_GS = torch.from_numpy(valid).to(self.device), torch.from_numpy(positions).to(self.device)
         hidden_GTD = self._forward(torch.from_numpy(ids).to(self.device), valid_GS, positions_GS, cache, shared)
+        last_GD = hidden_GTD[:, -1]
+        if len(distinct) < len(group):
+            cache.batch_select_indices(which)
+            valid_GS, positions_GS, last_GD = valid_GS[which], positions_GS[which], last_GD[which]
         if self._ring is None:
             self._ring = Ring(cache, rows, capacity, self.dtype)
         for index, request in zip(places, group, strict=True):
@@ -248,7 +248,7 @@ class LocalEngine:
             if not self.decoding.greedy:
                 row.uniforms = uniforms(request.seed, request.max_new_tokens + self.steps_per_read)
             self._rows[index] = row
-        tokens_G = self._choose(hidden_GTD[:, -1], places, 0)
+        tokens_G = self._choose(last_GD, places, 0)
         self._ring.insert(places, cache, valid_GS, positions_GS, tokens_G)
         step = self._ring.clock.step
         for index, request in zip(places, group, strict=True):
@@ -315,6 +315,21 @@ class LocalEngine:
                     break
         self.generated += fresh
         self.on_tokens(fresh)
+
+
+def _right_aligned(prompts: Sequence[Sequence[int]], shared: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """ids [G, T] of the prompts after their shared beginning, ending together; validity, positions [G, shared + T]."""
+    count, width = len(prompts), max(map(len, prompts)) - shared
+    ids = np.zeros((count, width), dtype=np.int64)
+    valid = np.zeros((count, shared + width), dtype=bool)
+    positions = np.zeros((count, shared + width), dtype=np.int64)
+    valid[:, :shared], positions[:, :shared] = True, np.arange(shared)
+    for index, prompt in enumerate(prompts):
+        tail = prompt[shared:]
+        ids[index, width - len(tail) :] = tail
+        valid[index, shared + width - len(tail) :] = True
+        positions[index, shared + width - len(tail) :] = np.arange(shared, shared + len(tail))
+    return ids, valid, positions
 
 
 def _step_mask(windows: dict[str, int | None], ring: Ring, width: int):

@@ -13,6 +13,12 @@ import torch
 
 from medusa_train.modeling.argmax import argmax_rows
 
+BLOCK = 128
+# float32 numbers worked on at once on a CPU: 2 MiB.
+CACHED_NUMBERS = 1 << 19
+# Tokens that are sorted for top-p before the whole vocabulary is.
+HEAD = 512
+
 
 @dataclass(frozen=True)
 class Decoding:
@@ -40,25 +46,66 @@ def choose(logits_BV: torch.Tensor, decoding: Decoding, uniform_B: torch.Tensor 
     """
     if decoding.greedy:
         return argmax_rows(logits_BV)
-    scores_BV = logits_BV.float() / decoding.temperature
     if decoding.top_k <= 0 and decoding.top_p >= 1.0:
-        return _invert(torch.softmax(scores_BV, dim=-1), uniform_B)
+        return _sample_whole(logits_BV, decoding.temperature, uniform_B)
+    scores_BV = logits_BV.float() / decoding.temperature
     width = min(decoding.top_k, scores_BV.shape[-1]) if decoding.top_k > 0 else scores_BV.shape[-1]
-    top_BW, ids_BW = (
-        scores_BV.topk(width, dim=-1) if width < scores_BV.shape[-1] else scores_BV.sort(-1, descending=True)
-    )
-    probabilities_BW = torch.softmax(top_BW, dim=-1)
+    if width < scores_BV.shape[-1]:
+        top_BW, ids_BW = scores_BV.topk(width, dim=-1)
+    else:
+        top_BW, ids_BW = _most_likely_first(scores_BV, decoding.top_p)
+    weights_BW = torch.exp(top_BW - top_BW[:, :1])
+    # Without top-k, top-p is a share of the whole vocabulary's mass, also where only its head was sorted.
+    total_B1 = weights_BW.sum(-1, keepdim=True)
+    if decoding.top_k <= 0:
+        total_B1 = torch.exp(torch.logsumexp(scores_BV, -1, keepdim=True) - top_BW[:, :1])
     if decoding.top_p < 1.0:
-        before_BW = probabilities_BW.cumsum(dim=-1) - probabilities_BW
-        probabilities_BW = probabilities_BW.masked_fill(before_BW >= decoding.top_p, 0.0)
-    return ids_BW.gather(-1, _invert(probabilities_BW, uniform_B)[:, None])[:, 0]
+        before_BW = weights_BW.cumsum(dim=-1) - weights_BW
+        weights_BW = weights_BW.masked_fill(before_BW >= decoding.top_p * total_B1, 0.0)
+    return ids_BW.gather(-1, _invert(weights_BW, uniform_B)[:, None])[:, 0]
+
+
+def _most_likely_first(scores_BV: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and ids in falling order, as far as top-p can reach: sorting a vocabulary takes longer than a decode
+    step, and the nucleus of nearly every step lies in its first few hundred tokens."""
+    if scores_BV.shape[-1] > 4 * HEAD:
+        top_BW, ids_BW = scores_BV.topk(HEAD, dim=-1)
+        reached_B = torch.logsumexp(top_BW, -1) - torch.logsumexp(scores_BV, -1)
+        if bool((reached_B.exp() >= top_p).all()):
+            return top_BW, ids_BW
+    return scores_BV.sort(-1, descending=True)
+
+
+def _sample_whole(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor) -> torch.Tensor:
+    """A draw from softmax(logits / T) over the whole vocabulary, a few rows at a time so that they stay in cache."""
+    rows = max(1, CACHED_NUMBERS // logits_BV.shape[-1]) if logits_BV.device.type == "cpu" else len(logits_BV)
+    drawn = []
+    for part_bV, uniform_b in zip(logits_BV.split(rows), uniform_B.split(rows), strict=True):
+        scores_bV = part_bV.float()
+        weights_bV = (scores_bV - scores_bV.amax(-1, keepdim=True)).div_(temperature).exp_()
+        drawn.append(_invert(weights_bV, uniform_b))
+    return torch.cat(drawn)
 
 
 def _invert(weights_BW: torch.Tensor, uniform_B: torch.Tensor) -> torch.Tensor:
-    """Index ``[B]`` of the first entry whose cumulative weight exceeds ``uniform * total``."""
-    cumulative_BW = weights_BW.cumsum(dim=-1)
-    target_B1 = uniform_B[:, None].to(cumulative_BW.dtype) * cumulative_BW[:, -1:]
-    index_B = torch.searchsorted(cumulative_BW, target_B1, right=True)[:, 0]
-    # Rounding may place the target at the very end, past the last token of any weight.
+    """Index ``[B]`` of the first entry whose cumulative weight exceeds ``uniform * total``: its block first."""
+    width = weights_BW.shape[-1]
+    if width <= 2 * BLOCK:
+        return _walk(weights_BW, uniform_B * weights_BW.sum(-1))
+    if width % BLOCK:
+        weights_BW = torch.nn.functional.pad(weights_BW, (0, BLOCK - width % BLOCK))
+    blocks_BNK = weights_BW.unflatten(-1, (-1, BLOCK))
+    sums_BN = blocks_BNK.sum(-1)
+    target_B = uniform_B * sums_BN.sum(-1)
+    block_B = _walk(sums_BN, target_B)
+    before_B = (sums_BN.cumsum(-1) - sums_BN).gather(-1, block_B[:, None])[:, 0]
+    inside_BK = blocks_BNK.gather(1, block_B[:, None, None].expand(-1, 1, BLOCK))[:, 0]
+    return block_B * BLOCK + _walk(inside_BK, (target_B - before_B).clamp(min=0.0))
+
+
+def _walk(weights_BW: torch.Tensor, target_B: torch.Tensor) -> torch.Tensor:
+    """Index of the first entry whose cumulative weight exceeds the target; the last one of any weight where rounding
+    has put the target at the very end."""
+    index_B = torch.searchsorted(weights_BW.cumsum(dim=-1), target_B[:, None].contiguous(), right=True)[:, 0]
     last_B = weights_BW.shape[-1] - 1 - (weights_BW.flip(-1) > 0).int().argmax(dim=-1)
     return torch.minimum(index_B, last_B)

@@ -12,27 +12,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-WORDS = [
-    "the",
-    "sky",
-    "is",
-    "blue",
-    "because",
-    "of",
-    "light",
-    "and",
-    "a",
-    "user",
-    "asks",
-    "while",
-    "the",
-    "assistant",
-    "answers",
-    "in",
-    "two",
-    "sentences",
-    "please",
-]
+WORDS = ("the", "sky", "is", "blue", "because", "of", "light", "and", "two", "answers", "please", "three")
 
 
 def answer_to(messages: list[dict[str, str]]) -> str:

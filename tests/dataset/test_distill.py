@@ -200,8 +200,8 @@ def words_only(base, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [token for token in range(size) if base.tokenizer.decode([token]).strip().isalpha() and token > 2]
     penalty = torch.full((size,), -torch.inf)
     penalty[words] = 0.0
-    penalty[eos] = 6.0
-    monkeypatch.setattr(backend_local, "choose", lambda logits, *rest: sampling.choose(logits * 0.3 + penalty, *rest))
+    penalty[eos] = 2.5
+    monkeypatch.setattr(backend_local, "choose", lambda logits, *rest: sampling.choose(logits * 0.05 + penalty, *rest))
 
 
 def test_made_up_prompts_are_journaled_checked_and_deduplicated(base, words_only, tmp_path: Path) -> None:

@@ -147,6 +147,37 @@ def test_sampling_has_the_processed_distribution() -> None:
         assert chi < 25, (decoding, chi)  # 5 degrees of freedom: p < 1e-4
 
 
+@pytest.mark.parametrize(
+    "decoding", [Decoding(0.7), Decoding(1.0, top_p=0.3), Decoding(2.5, top_p=0.9), Decoding(1.0, 40, 0.8)]
+)
+def test_draws_over_a_large_vocabulary_invert_the_distribution(decoding: Decoding) -> None:
+    """Blocks, cached rows and the sorted head against one cumulative sum over the law, in double precision."""
+    generator = torch.Generator().manual_seed(4)
+    logits = torch.randn(40, 5003, generator=generator) * 2
+    uniform = torch.rand(40, generator=generator)
+    got = choose(logits, decoding, uniform)
+    scores = logits.double() / decoding.temperature
+    order = scores.argsort(-1, descending=True)
+    cut = decoding.top_k > 0 or decoding.top_p < 1.0
+    for row in range(40):
+        ids = order[row] if cut else torch.arange(5003)
+        law = torch.softmax(scores[row, ids[: decoding.top_k or None]], -1)
+        before = law.cumsum(-1) - law
+        law = torch.where(before < decoding.top_p, law, 0.0)
+        edge = float((law.cumsum(-1) / law.sum())[(ids == got[row]).nonzero()[0, 0]])
+        start = edge - float((law / law.sum())[(ids == got[row]).nonzero()[0, 0]])
+        assert start - 1e-5 <= float(uniform[row]) <= edge + 1e-5
+
+
+def test_samples_of_one_prompt_are_prefilled_once() -> None:
+    jobs = [([30, 31, 32, 33], 8)] * 5 + [([40] * 9, 8)] * 3
+    decoding = Decoding(1.0)
+    done = run(_MODEL, jobs, max_rows=8, batch_tokens=10_000, decoding=decoding)
+    alone_too = run(_MODEL, jobs, max_rows=1, batch_tokens=10_000, decoding=decoding)
+    assert {k: c.token_ids for k, c in done.items()} == {k: c.token_ids for k, c in alone_too.items()}
+    assert len({tuple(done[k].token_ids) for k in range(5)}) > 1
+
+
 def test_a_uniform_of_almost_one_never_leaves_the_support() -> None:
     logits = torch.tensor([[0.0, 0.0, -torch.inf]])
     assert choose(logits, Decoding(1.0), torch.tensor([0.99999994])).item() in (0, 1)
