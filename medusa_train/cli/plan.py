@@ -90,8 +90,8 @@ def _print_time(plan, tokens: int, processes: int) -> None:
     rate = matmul_flops_per_second()
     seconds = plan.total_flops_per_token * tokens / rate / processes
     out().print(
-        f"Time: {human_count(tokens)} {'rows' if plan.cached else 'positions'} at this machine's {human_count(rate)}FLOP/s "
-        f"(one bf16 product, measured): at least {human_seconds(seconds)}; "
+        f"Time: {human_count(tokens)} {'rows' if plan.cached else 'positions'} at this machine's "
+        f"{human_count(rate)}FLOP/s (one bf16 product, measured): at least {human_seconds(seconds)}; "
         f"the rest of a step usually adds a quarter",
         markup=False,
     )

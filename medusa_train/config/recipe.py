@@ -149,6 +149,13 @@ class LossSection(Section):
     head_weights: list[float] | Geometric = Geometric()
     implementation: Literal["auto", "fused", "reference", "liger"] = "auto"
     chunk_rows: int = Field(2048, ge=1, description="rows whose logits live at once")
+    soft_targets: int | None = Field(
+        None,
+        ge=1,
+        le=64,
+        description="train on the backbone's own k likeliest tokens instead of the one drawn",
+    )
+    soft_share: float = Field(1.0, gt=0, le=1, description="their share of the target; the rest is the drawn token")
     accuracy_stride: int = Field(16, ge=1, description="one row in so many is ranked for the training accuracies")
 
     @field_validator("head_weights")
@@ -187,6 +194,10 @@ class Recipe(Section):
         if isinstance(weights, list) and len(weights) != count:
             raise ValueError(f"loss.head_weights has {len(weights)} numbers for {count} heads")
         quantized, policy = self.base.quantization, self.policy
+        if self.loss.soft_targets is not None and not (isinstance(policy, HeadsOnly) and policy.cache.enabled):
+            raise ValueError("loss.soft_targets needs cached hidden states: policy.cache.enabled with heads_only")
+        if self.loss.soft_targets is not None and self.loss.implementation not in ("auto", "fused"):
+            raise ValueError("loss.soft_targets goes with loss.implementation auto or fused")
         if isinstance(policy, Joint):
             if policy.adapter == "none" and quantized:
                 raise ValueError("a quantized backbone cannot be trained in full: use adapter: qlora")

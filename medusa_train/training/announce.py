@@ -31,10 +31,10 @@ def announce(trainer: MedusaTrainer) -> None:
 
 
 def expected_memory(trainer: Any) -> int:
-    """Bytes of weights, gradients, optimizer state and one chunk of logits, of this process."""
-    from medusa_train.training.ledger import step_memory_of
+    """Bytes of one process at the height of a step, as `plan` counts them."""
+    from medusa_train.training.plan import plan_recipe
 
-    return step_memory_of(trainer).total
+    return plan_recipe(trainer.recipe, trainer.shape, processes=trainer.args.world_size).memory.total
 
 
 def dry_save(trainer: MedusaTrainer, run: RunFolder) -> None:

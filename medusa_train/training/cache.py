@@ -235,10 +235,17 @@ class CachedRows(Dataset):
             known_NC = inverse_map.to(torch.int32)[labels_NC.clamp(min=0).long()]
             labels_NC = torch.where(labels_NC == IGNORE, IGNORE, known_NC)
         self.labels_NC, self.names = labels_NC, names
+        self.items: Tensor | None = None
+        self.soft: Any = None
         self.row_N = torch.cat([shard["row"] for shard in self.shards])
         self.position_N = torch.cat([shard["position"] for shard in self.shards])
 
     def __len__(self) -> int:
+        return self.size if self.items is None else len(self.items)
+
+    @property
+    def size(self) -> int:
+        """N, positions in the cache."""
         return int(self.starts[-1])
 
     def hidden(self, indices_M: Tensor) -> Tensor:
@@ -252,6 +259,10 @@ class CachedRows(Dataset):
                 out_MD[mine] = shard["hidden"].index_select(0, indices_M[mine] - self.starts[number])
         return out_MD
 
+    def select(self, keep_N: Tensor) -> None:
+        """Makes only these positions items of the data set."""
+        self.items = keep_N.nonzero().squeeze(1)
+
     def _name(self, row: int) -> str:
         return str(row) if self.names is None else self.names[row]
 
@@ -261,10 +272,15 @@ class CachedRows(Dataset):
     def __getitems__(self, indices: list[int]) -> dict[str, Any]:
         """A whole batch at once; the loader asks for one when this method exists."""
         indices_M = torch.tensor(indices)
+        if self.items is not None:
+            indices_M = self.items[indices_M]
+        labels_CM = self.labels_NC[indices_M].T.long().contiguous()
+        extra = {} if self.soft is None else self.soft.batch(indices_M, labels_CM)
         return {
             "hidden": self.hidden(indices_M),
-            "labels": self.labels_NC[indices_M].T.long().contiguous(),
+            "labels": labels_CM,
             "row_ids": [self._name(row) for row in self.row_N[indices_M[:64]].unique().tolist()],
+            **extra,
         }
 
 

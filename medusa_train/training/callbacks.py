@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -60,9 +61,14 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, int | float | str)
 
 
+def plain_metrics(metrics: dict[str, float], prefix: str = "eval_") -> dict[str, float]:
+    """Held-out metrics without their prefix, the library's own (epoch) left out."""
+    return {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+
+
 def describe_metrics(metrics: dict[str, float], prefix: str = "eval_") -> str:
     """Held-out metrics as one line: tokens per round, then loss and top-1 of every channel, then drift."""
-    plain = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    plain = plain_metrics(metrics, prefix)
     parts = []
     if "tokens_per_round" in plain:
         parts.append(f"held-out tokens_per_round {plain['tokens_per_round']:.3f}")
@@ -108,7 +114,7 @@ class KeepBestCallback(TrainerCallback, ExportableState):
         if self.best is None or sign * value > sign * self.best:
             self.best, self.waited = value, 0
             if self.section.keep_best:
-                self._keep(state, name, value)
+                self._keep(state, name, value, metrics)
             return
         self.waited += 1
         patience = self.section.early_stopping_patience
@@ -117,15 +123,20 @@ class KeepBestCallback(TrainerCallback, ExportableState):
                 say(f"early stop: {self.waited} held-out checks without a better {name} than {self.best:.4f}")
             control.should_training_stop = True
 
-    def _keep(self, state: TrainerState, name: str, value: float) -> None:
+    def restore(self, checkpoint: Path) -> None:
+        """Takes best value and patience from a checkpoint of the run (the library makes a new callback)."""
+        saved = json.loads((checkpoint / "trainer_state.json").read_text())["stateful_callbacks"]
+        attributes = saved[type(self).__name__]["attributes"]
+        self.best, self.waited = attributes["best"], attributes["waited"]
+
+    def _keep(self, state: TrainerState, name: str, value: float, metrics: dict[str, float]) -> None:
         gathered = None
         if self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled:
             gathered = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
         if state.is_world_process_zero:
             write_tensors(self.run.best, trainable_tensors(self.trainer.model, gathered))
-            write_atomic(
-                self.run.best / "best.json", json.dumps({"step": state.global_step, "metric": name, "value": value})
-            )
+            facts = {"step": state.global_step, "metric": name, "value": value, "metrics": plain_metrics(metrics)}
+            write_atomic(self.run.best / "best.json", json.dumps(facts))
 
 
 class DriftCallback(TrainerCallback):

@@ -13,6 +13,7 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
 from medusa_train.console import human_seconds, say
+from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import output_projection
 from medusa_train.modeling.base import Base, load_base
 from medusa_train.provenance import command_line, environment, write_atomic
@@ -21,8 +22,12 @@ from medusa_train.training.batches import BinCollator, BinDataset
 from medusa_train.training.cache import CachedRows, build_cache, keep_batch
 from medusa_train.training.callbacks import ConsoleCallback, DriftCallback, KeepBestCallback, describe_metrics
 from medusa_train.training.heldout import HeldOutRows, Replay
+from medusa_train.training.launch import is_main, meet
+from medusa_train.training.losses import token_map_of
 from medusa_train.training.policies import prepare_backbone
 from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
+from medusa_train.training.shapes import shape_from_config
+from medusa_train.training.soft import SoftTargets
 from medusa_train.training.state import RunFolder, read_tensors
 from medusa_train.training.store import store_run
 from medusa_train.training.trainee import Objective, Trainee
@@ -47,9 +52,10 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
             head drifted too far.
     """
     run, output = RunFolder.of(recipe), Path(recipe.output_dir).expanduser()
-    main = _is_main()
+    main = is_main()
     if main:
         run.open(recipe, restart)
+    meet()
     if run.finished.is_file() and (output / "medusa_manifest.json").is_file() and not restart:
         say(f"{output}: trained by this very recipe already (--restart trains it anew)")
         return output
@@ -59,12 +65,12 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
     rows = load_training_rows(recipe, base)
     trainer = build_trainer(recipe, base, rows, run, replay)
     keep_best = next(c for c in trainer.callback_handler.callbacks if isinstance(c, KeepBestCallback))
-    with ExitStack() as stack:
+    with ExitStack() as stack:  # the bar ends also after an error
         for callback in trainer.callback_handler.callbacks:
             if isinstance(callback, ConsoleCallback):
                 stack.callback(callback.close)
-        result = _train(trainer, run)
-    metrics = _final_metrics(trainer, run, keep_best)
+        result = _train(trainer, run, keep_best)
+    metrics = _final_metrics(trainer, run)
     facts = {
         "seconds": round(time.monotonic() - started, 1),
         "steps": trainer.state.global_step,
@@ -115,6 +121,7 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
     if objective.trains_backbone:
         _master_weights(backbone)
     trainee = Trainee(heads, output_projection(backbone), objective, backbone if cached_train is None else None)
+    check_one_dtype(trainee, arguments)
     heldout = None
     if rows.heldout:
         heldout = HeldOutRows(rows.heldout, objective.shifts, inverse, cached_heldout)
@@ -138,6 +145,7 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
         run=run,
         heldout=heldout,
         replay=replay,
+        shape=shape_from_config(base.model.config, base.name),
     )
     trainer.remove_callback(PrinterCallback)
     trainer.remove_callback(ProgressCallback)
@@ -164,7 +172,7 @@ def _cached(
             base,
             rows.manifest_hash,
             some,
-            objective.shifts,
+            (1, *objective.shifts) if name == "train" and recipe.loss.soft_targets else objective.shifts,
             options,
             part=part,
             description=f"{name} rows",
@@ -173,6 +181,10 @@ def _cached(
             torch.distributed.barrier()
         # Held-out targets stay token ids: a token that reduced heads do not know counts as a miss there.
         found.append(CachedRows(folder / name, inverse if name == "train" else None, [row.source for row in some]))
+    if recipe.loss.soft_targets:
+        tokens = None if inverse is None else token_map_of(inverse)
+        projection = output_projection(base.model)
+        SoftTargets(found[0], projection, tokens, recipe.loss.soft_targets, recipe.loss.soft_share)
     return found[0], found[1]
 
 
@@ -195,7 +207,21 @@ def _master_weights(backbone: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def _train(trainer: MedusaTrainer, run: RunFolder) -> Any:
+def check_one_dtype(trainee: Trainee, arguments: Any) -> None:
+    """FSDP2 shards tensors of one dtype together.
+
+    Raises:
+        UserError: the backbone and the heads have different ones.
+    """
+    kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in trainee.parameters()}
+    if arguments.fsdp and len(kinds) > 1:
+        raise UserError(
+            f"FSDP needs one dtype, this run has {', '.join(sorted(kinds))}",
+            fix="base.dtype=float32 with training.bf16=true: the products run in bf16 all the same",
+        )
+
+
+def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) -> Any:
     """Prints what will be trained, checks that it can be saved, then trains or goes on."""
     from medusa_train.training.announce import announce, dry_save
 
@@ -209,18 +235,21 @@ def _train(trainer: MedusaTrainer, run: RunFolder) -> Any:
     if trainer.recipe.policy.kind != "heads_only" and trainer.heldout is not None:
         trainer.keep_original_rows()
     if last is not None:
+        keep_best.restore(last)
         say(f"going on from {last.name.replace('checkpoint-', 'step ')}")
     return trainer.train(resume_from_checkpoint=None if last is None else str(last))
 
 
-def _final_metrics(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) -> dict[str, float]:
+def _final_metrics(trainer: MedusaTrainer, run: RunFolder) -> dict[str, float]:
     """Puts the best tensors back and scores them; {} without held-out rows."""
     if trainer.heldout is None:
         return {}
     best = run.best / "best.json"
     sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if trainer.recipe.evaluation.keep_best and best.is_file() and not sharded:
+    if trainer.recipe.evaluation.keep_best and best.is_file():
         found = json.loads(best.read_text())
+        if sharded:  # the stored checkpoint is made from the kept tensors, whole
+            return found["metrics"]
         if found["step"] != trainer.state.global_step:
             say(f"best held-out {found['metric']} {found['value']:.4f} was at step {found['step']}: kept")
             read_tensors(run.best, trainer.model)
@@ -229,9 +258,3 @@ def _final_metrics(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCa
     if trainer.replay is not None:
         metrics |= trainer.replay(spans)
     return metrics
-
-
-def _is_main() -> bool:
-    import os
-
-    return int(os.environ.get("RANK", "0")) == 0

@@ -59,21 +59,28 @@ class Ranked:
     count: Tensor
 
 
+@torch.compiler.disable  # torch.compile works around the loss, which computes its own gradient
 def fused_cross_entropy(
-    projection: Projection, labels_M: Tensor, options: FusedOptions = FusedOptions()
+    projection: Projection,
+    labels_M: Tensor,
+    options: FusedOptions = FusedOptions(),
+    soft: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[LossTerms, Ranked]:
     """Cross entropy of a projection without its logits; differentiable once.
 
     Args:
         labels_M: int64, IGNORE where there is no target.
+        soft: (tokens [M, k], weights [M, k] fp32, rows summing to 1) to train on in place of the label where there is
+            one; ranks are the label's all the same.
     """
     flat = [tensor for pair in projection.products for tensor in pair]
     total, hits, ranked = _FusedCrossEntropy.apply(
-        labels_M, projection.bias, projection.scale, projection.softcap, options, *flat
+        labels_M, projection.bias, projection.scale, projection.softcap, options, soft, *flat
     )
     return LossTerms(total, (labels_M != IGNORE).sum()), Ranked(hits, ranked)
 
 
+@torch.compiler.disable
 def fused_kl(
     teacher: Projection, student: Projection, labels_M: Tensor, options: FusedOptions = FusedOptions()
 ) -> LossTerms:
@@ -150,9 +157,9 @@ def _add(total_VD: Tensor, more_VD: Tensor, first: bool) -> None:
 
 class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, labels_M, bias, scale, softcap, options, *flat):
+    def forward(ctx, labels_M, bias, scale, softcap, options, soft, *flat):
         needs = ctx.needs_input_grad
-        state = _Gradients(flat, needs[5:], bias, needs[1])
+        state = _Gradients(flat, needs[6:], bias, needs[1])
         device, (vocabulary, _) = labels_M.device, flat[1].shape
         total = torch.zeros((), dtype=torch.float32, device=device)
         hits = torch.zeros(min(TOP, vocabulary), dtype=torch.int64, device=device)
@@ -165,7 +172,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
             logits_mV = state.logits(chunk, buffer[: labels_m.numel()])
             if options.accuracy_stride:
                 count_ranks(logits_mV, labels_m, options.accuracy_stride, hits, ranked)
-            loss_m, norm_m = softmax_gradient(logits_mV, labels_m.clamp(min=0), scale, softcap, state.any)
+            target = (labels_m.clamp(min=0)[:, None], None) if soft is None else (soft[0][chunk], soft[1][chunk])
+            loss_m, norm_m = softmax_gradient(logits_mV, *target, scale, softcap, state.any)
             total += torch.where(valid_m, loss_m, 0.0).sum()
             if state.any:
                 state.add(chunk, logits_mV, torch.where(valid_m, scale / norm_m, 0.0), factor)
@@ -176,7 +184,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient, _hits, _ranked):
         bias, flat = _scaled(ctx, gradient)
-        return (None, bias, None, None, None, *flat)
+        return (None, bias, None, None, None, None, *flat)
 
 
 class _FusedKL(torch.autograd.Function):

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_train.console import say
+from medusa_train.console import console, say
 from medusa_train.errors import UserError
 
 LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
@@ -16,6 +16,22 @@ LAUNCHED = ("LOCAL_RANK", "ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 def under_launcher() -> bool:
     """Whether some launcher (torchrun, accelerate, ours) started this process."""
     return any(name in os.environ for name in LAUNCHED)
+
+
+def is_main() -> bool:
+    """Whether this process is the first of all ranks."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def meet() -> None:
+    """Waits for all ranks, where there are several; ranks other than the first say nothing from then on."""
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return
+    import torch
+    from accelerate import PartialState
+
+    console().quiet = not is_main()
+    PartialState(cpu=not torch.cuda.is_available()).wait_for_everyone()
 
 
 def launch_if_needed(recipe: Path, overrides: Sequence[str], *, restart: bool, nproc: int | None, launch: bool) -> bool:

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 from medusa_train.modeling.heads import HeadsConfig
 
 FP32, BF16 = 4, 2
-ADAM_STATE = 2 * FP32
 
 
 def block_parameters(hidden_size: int) -> int:
@@ -66,32 +64,3 @@ def loss_buffer_bytes(chunk_rows: int, vocabulary: int, compute_bytes: int, on_c
     """What the fused loss holds besides gradients: one chunk of logits and its fp32 scratch (all of it on a GPU)."""
     scratch = min(chunk_rows * vocabulary, 1 << 19) if on_cpu else chunk_rows * vocabulary
     return chunk_rows * vocabulary * compute_bytes + scratch * FP32
-
-
-def step_memory_of(trainer: Any) -> StepMemory:
-    """The expected memory of a trainer that stands before its first step, from the tensors it really has."""
-    model, args, objective = trainer.model, trainer.args, trainer.model.objective
-    frozen = trainable = 0
-    seen: set[int] = set()
-    modules = [model]
-    for module in modules:
-        for parameter in module.parameters():
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            size = parameter.numel() * parameter.element_size()
-            trainable, frozen = (trainable + size, frozen) if parameter.requires_grad else (trainable, frozen + size)
-    config = model.heads.config
-    compute = BF16 if args.bf16 or args.fp16 else FP32
-    rows = min(objective.options.chunk_rows, 1 << 20)
-    vocabulary = config.projection_rows
-    on_cpu = next(model.parameters()).device.type == "cpu"
-    parts = {
-        "frozen weights": frozen,
-        "trainable weights": trainable,
-        "gradients": trainable,
-        "optimizer state": trainable // FP32 * ADAM_STATE,
-        "loss buffers": loss_buffer_bytes(rows, vocabulary, compute, on_cpu),
-        "projection in compute dtype": vocabulary * config.hidden_size * compute,
-    }
-    return StepMemory(parts)

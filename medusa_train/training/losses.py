@@ -78,6 +78,12 @@ def inverse_token_map(token_map: Tensor, vocab_size: int) -> Tensor:
     return inverse_V
 
 
+def token_map_of(inverse_V: Tensor) -> Tensor:
+    """The token map that `inverse_token_map` was made from."""
+    tokens = (inverse_V != IGNORE).nonzero().squeeze(1)
+    return tokens[inverse_V[tokens].argsort()]
+
+
 def supervised_rows(labels_CBT: Tensor) -> tuple[Tensor, Tensor]:
     """Positions that any channel has a target at: (flat positions int64 [M], labels_CM)."""
     labels_CN = labels_CBT.flatten(1)

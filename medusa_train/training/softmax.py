@@ -21,9 +21,16 @@ def _blocks(rows: int, vocabulary: int, device: torch.device) -> list[slice]:
 
 
 def softmax_gradient(
-    logits_mV: Tensor, labels_m: Tensor, scale: float, softcap: float | None, want_gradient: bool
+    logits_mV: Tensor,
+    labels_mk: Tensor,
+    weights_mk: Tensor | None,
+    scale: float,
+    softcap: float | None,
+    want_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Turns logits into `norm * (softmax - one_hot)` in place and returns (loss_m, norm_m), both fp32.
+    """Turns logits into `norm * (softmax - target)` in place and returns (loss_m, norm_m), both fp32.
+
+    The target puts `weights_mk` (rows that sum to 1; None: 1) on the tokens `labels_mk`: one label, or a few soft ones.
 
     With a soft-cap its derivative is multiplied in; `scale` is left to the caller's row factor. fp16 cannot hold
     `norm * ...` (norm grows to V), so there the gradient is divided right away and norm is 1.
@@ -41,15 +48,17 @@ def softmax_gradient(
         source = logits_mV[block]
         work = source if in_place else scratch[: source.shape[0]].copy_(source)
         slope = _apply_cap(work, scale, softcap, want_gradient)
-        label = labels_m[block, None]
-        at_label = work.gather(1, label).squeeze(1)
+        label = labels_mk[block]
+        at_label = work.gather(1, label)
+        at_label = at_label.squeeze(1) if weights_mk is None else (at_label * weights_mk[block]).sum(1)
         largest = work.amax(-1, keepdim=True)
         work.sub_(largest).exp_()
         norm = work.sum(-1)
         losses[block] = norm.log() + largest.squeeze(1) - at_label
         if not want_gradient:
             continue
-        work.scatter_add_(1, label, -norm[:, None])
+        wanted = -norm[:, None] if weights_mk is None else weights_mk[block] * -norm[:, None]
+        work.scatter_add_(1, label, wanted)
         if slope is not None:
             work.mul_(slope)
         if logits_mV.dtype == torch.float16:

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from medusa_train.config.recipe import Joint, Recipe
 from medusa_train.modeling.heads import MedusaHeads
-from medusa_train.training.state import RunFolder, trainable_tensors
+from medusa_train.training.state import TENSORS, RunFolder, trainable_tensors
 
 if TYPE_CHECKING:
     from medusa_train.training.trainer import MedusaTrainer
@@ -27,12 +27,12 @@ def store_run(
     """Writes the checkpoint; called by every rank (sharded weights are gathered), written by the first."""
     from medusa_train.checkpoint.save import save_checkpoint
 
-    gathered = None
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    kept = recipe.evaluation.keep_best and (run.best / TENSORS).is_file()
+    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded and not kept else None
     if not trainer.args.should_save:
         return
-    tensors = trainable_tensors(trainer.model, gathered)
+    tensors = load_file(run.best / TENSORS) if sharded and kept else trainable_tensors(trainer.model, gathered)
     dtype = stored_dtype(base)
     heads = heads_from(trainer.model.heads, tensors, dtype)
     changed = run.path / "changed"

@@ -112,6 +112,8 @@ class Trainee(nn.Module):
         position_ids: Tensor | None = None,
         attention_mask: Any = None,
         expected: Tensor | None = None,
+        soft_tokens: Tensor | None = None,
+        soft_weights: Tensor | None = None,
         targets: Tensor | None = None,
         original: Tensor | None = None,
     ) -> dict[str, Tensor]:
@@ -124,6 +126,7 @@ class Trainee(nn.Module):
             labels: int64 [C, M], IGNORE where a row has no target in a channel.
             rows: int64 [M], flat positions b*T+t of the supervised rows.
             hidden: [M, D] cached hidden states, in place of ids.
+            soft_tokens, soft_weights: [C, M, k] soft targets of every channel, in place of the labels.
             expected: [C], the weights lambda_c / N_c by which the sums will be multiplied, if known.
 
         Returns:
@@ -148,7 +151,8 @@ class Trainee(nn.Module):
                 terms.append(self._kl(self._compute(teacher_MD), hidden, labels[index], options))
                 ranked.append(None)
                 continue
-            term, ranks = self._cross_entropy(self._channel(hidden, name), labels[index], options)
+            soft = None if soft_tokens is None else (soft_tokens[index], soft_weights[index])
+            term, ranks = self._cross_entropy(self._channel(hidden, name), labels[index], options, soft)
             terms.append(term)
             ranked.append(ranks)
         return {"sums": torch.stack([term.sum for term in terms]), **_stack_ranks(ranked, labels)}
@@ -213,15 +217,17 @@ class Trainee(nn.Module):
         linear = self.heads.projections[head]
         return Projection(((features_MD, linear.weight),), linear.bias, self.projection.scale, self.projection.softcap)
 
-    def _cross_entropy(self, projection: Projection, labels_M: Tensor, options: FusedOptions) -> tuple[LossTerms, Any]:
+    def _cross_entropy(
+        self, projection: Projection, labels_M: Tensor, options: FusedOptions, soft: tuple[Tensor, Tensor] | None
+    ) -> tuple[LossTerms, Any]:
         if self.objective.implementation == "reference":
             return losses.cross_entropy_terms(dense_logits(projection), labels_M), None
-        if self.objective.implementation == "liger" and len(projection.products) == 1:
+        if self.objective.implementation == "liger" and len(projection.products) == 1 and soft is None:
             from medusa_train.training.liger import liger_cross_entropy
 
             return liger_cross_entropy(projection, labels_M), None
         with torch.autocast(labels_M.device.type, enabled=False):
-            return fused.fused_cross_entropy(projection, labels_M, options)
+            return fused.fused_cross_entropy(projection, labels_M, options, soft)
 
     def _kl(self, teacher_MD: Tensor, student_MD: Tensor, labels_M: Tensor, options: FusedOptions) -> LossTerms:
         with adapter_off(self.backbone):

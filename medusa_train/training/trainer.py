@@ -28,9 +28,12 @@ from medusa_train.provenance import fsync_folder, write_atomic
 from medusa_train.training.batches import target_counts
 from medusa_train.training.heldout import HeldOutRows, Replay, Scores
 from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
+from medusa_train.training.shapes import BackboneShape
 from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
 
-FORWARD = ("labels", "rows", "hidden", "input_ids", "position_ids", "attention_mask")
+FORWARD = (
+    "labels", "rows", "hidden", "input_ids", "position_ids", "attention_mask", "soft_tokens", "soft_weights",
+)  # fmt: skip
 
 
 class MedusaTrainer(Trainer):
@@ -41,6 +44,7 @@ class MedusaTrainer(Trainer):
         run: the run folder.
         heldout: held-out rows, or None.
         replay: turns held-out ranks into tokens_per_round, or None.
+        shape: the backbone's, for the expected memory.
         Everything else is the Trainer's.
     """
 
@@ -51,9 +55,10 @@ class MedusaTrainer(Trainer):
         run: RunFolder,
         heldout: HeldOutRows | None,
         replay: Replay | None,
+        shape: BackboneShape,
         **kwargs: Any,
     ) -> None:
-        self.recipe, self.run, self.heldout, self.replay = recipe, run, heldout, replay
+        self.recipe, self.run, self.heldout, self.replay, self.shape = recipe, run, heldout, replay, shape
         self.groups: list[ParamGroup] = []
         self.channels = kwargs["model"].objective.channels
         self.original_rows: dict[int, Tensor] = {}

@@ -1,0 +1,173 @@
+"""`fit` as a person runs it: tiny recipes, refusals, loggers, checkpointing, compiling, quantized bases."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from medusa_train.checkpoint.load import load_checkpoint
+from medusa_train.errors import UserError
+from medusa_train.training.fit import fit
+from tests.training.support import losses_of, recipe_of, write_world
+
+ROOT = Path(__file__).parents[2]
+TINY = sorted((ROOT / "recipes").glob("tiny-*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return write_world(tmp_path_factory.mktemp("world"))
+
+
+def invoke(*words: str):
+    from typer.testing import CliRunner
+
+    from medusa_train.cli.app import build_app
+
+    return CliRunner().invoke(build_app(), list(words))
+
+
+@pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
+def test_tiny_recipes_run_through_the_command_line(world: dict, tmp_path: Path, path: Path) -> None:
+    out = tmp_path / "heads"
+    overrides = [f"base.name={world['base']}", f"data.train=[{world['data']}]", f"output_dir={out}"]
+    overrides += ["data.max_length=96", "heads.contract=own", "heads.reduced_vocab_size=null"]
+    if path.stem == "tiny-cache":
+        overrides[-2:] = ["heads.reduced_vocab_size=100"]
+    result = invoke("fit", "--recipe", str(path), "--no-launch", *overrides)
+    assert result.exit_code == 0, (result.output, result.exception)
+    manifest = load_checkpoint(out, verify="hashes").manifest
+    assert manifest.training["steps"] == 6
+    assert manifest.training["heldout"]["tokens_per_round"] >= 1.0
+    assert sorted(losses_of(out)) == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["training.learning_rte=1"], "did you mean 'training.learning_rate'"),
+        (["--nporc", "2"], "nporc"),
+        (["data.train=[nowhere.jsonl]"], "nowhere.jsonl"),
+        (["training.optim=adamm"], "adamm"),
+    ],
+)
+def test_wrong_input_is_one_block_and_exit_code_2(world: dict, tmp_path: Path, words: list[str], told: str) -> None:
+    recipe = ["--recipe", str(TINY[0]), "--no-launch", f"base.name={world['base']}", f"output_dir={tmp_path / 'out'}"]
+    command = [sys.executable, "-m", "medusa_train", "fit", *recipe, f"data.train=[{world['data']}]", *words]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert told in done.stderr and "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_activation_checkpointing_gives_the_same_losses(world: dict, tmp_path: Path) -> None:
+    policy = {"kind": "joint", "lora": {"r": 2, "dropout": 0.0}, "drift": {"max_ce_increase": None}}
+    for name, on in (("off", False), ("on", True)):
+        fit(recipe_of(world, tmp_path / name, policy, training={"max_steps": 3, "activation_checkpointing": on}))
+    on, off = losses_of(tmp_path / "on"), losses_of(tmp_path / "off")
+    assert on == pytest.approx(off, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_torch_compile_gives_the_same_losses(world: dict, tmp_path: Path) -> None:
+    compiled = {"max_steps": 3, "torch_compile": True, "torch_compile_backend": "aot_eager"}
+    fit(recipe_of(world, tmp_path / "plain", training={"max_steps": 3}))
+    fit(recipe_of(world, tmp_path / "compiled", training=compiled))
+    assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
+
+
+def test_the_reference_implementation_trains_the_same(world: dict, tmp_path: Path) -> None:
+    for name in ("fused", "reference"):
+        loss = {"implementation": name, "chunk_rows": 7}
+        fit(recipe_of(world, tmp_path / name, training={"max_steps": 3}, loss=loss))
+    assert losses_of(tmp_path / "fused") == pytest.approx(losses_of(tmp_path / "reference"), rel=1e-5)
+
+
+def test_liger_without_a_gpu_is_refused_by_name(world: dict, tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UserError, match="liger"):
+        fit(recipe_of(world, tmp_path / "out", loss={"implementation": "liger"}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("service", ["wandb", "tensorboard"])
+def test_curves_land_in_the_run_folder(
+    world: dict, tmp_path: Path, service: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if importlib.util.find_spec(service) is None:
+        pytest.skip(f"{service} is not installed")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name in ("WANDB_DIR", "WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    fit(recipe_of(world, tmp_path / "out", training={"max_steps": 2, "report_to": service}))
+    run = tmp_path / "out.run"
+    found = list(run.glob("wandb/offline-run-*")) if service == "wandb" else list(run.glob("tensorboard/**/events*"))
+    assert found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["4bit", "8bit"])
+def test_heads_train_on_a_quantized_backbone(tmp_path: Path, quantization: str) -> None:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        pytest.skip("bitsandbytes is not installed")
+    world = write_world(tmp_path, "llama", hidden_size=64, intermediate_size=128, dtype=torch.bfloat16)
+    base = {"name": world["base"], "quantization": quantization}
+    output = fit(recipe_of(world, tmp_path / "out", base=base, training={"num_train_epochs": 4}))
+    losses = losses_of(output)
+    assert losses[max(losses)] < losses[1]
+    if quantization == "4bit":
+        policy = {"kind": "joint", "adapter": "qlora", "lora": {"r": 2}, "drift": {"max_ce_increase": None}}
+        qlora = fit(recipe_of(world, tmp_path / "qlora", policy, base=base))
+        assert load_checkpoint(qlora).adapter_folder is not None
+
+
+def test_a_full_disk_is_told_before_the_first_step(
+    world: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_train.training import announce
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(announce, "write_tensors", full)
+    with pytest.raises(UserError, match="No space left"):
+        fit(recipe_of(world, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_accelerate_launch_joins_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    from medusa_train.training.launch import launch_if_needed, under_launcher
+
+    for name in list(os.environ):
+        if name.startswith(("ACCELERATE_", "TORCHELASTIC_")) or name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+            monkeypatch.delenv(name)
+    assert not under_launcher()
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert under_launcher()
+    assert not launch_if_needed(Path("r.yaml"), [], restart=False, nproc=2, launch=True)
+
+
+@pytest.mark.slow
+def test_accelerate_launch_runs_the_command(world: dict, tmp_path: Path) -> None:
+    if shutil.which("accelerate", path=str(Path(sys.executable).parent)) is None:
+        pytest.skip("accelerate's command is not installed here")
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"]
+    words += ["-m", "medusa_train", "fit"]
+    words += [
+        "--recipe",
+        str(ROOT / "recipes" / "tiny-medusa1.yaml"),
+        f"base.name={world['base']}",
+        "data.max_length=96",
+    ]
+    words += [f"data.train=[{world['data']}]", f"output_dir={tmp_path / 'out'}"]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert load_checkpoint(tmp_path / "out").manifest.training["steps"] == 6
