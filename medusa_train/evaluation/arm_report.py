@@ -20,7 +20,7 @@ from medusa_train.evaluation.schema import (
     TreeNode,
     TreeReport,
 )
-from medusa_train.evaluation.statistics import Bootstrap, head_accuracy, histogram, spread
+from medusa_train.evaluation.statistics import Bootstrap, head_accuracy, histogram, rank_accuracy, spread
 
 PROMISES = {
     "greedy": "exact: it gives the tokens of plain greedy decoding (all of them in fp32; in 16-bit formats but for "
@@ -108,6 +108,7 @@ def _tree(tree: TreeInfo, rounds: Sequence[RoundRecord], depth: int) -> TreeRepo
         rows=len(tree.paths) + 1,
         depth=depth,
         expected_tokens_per_round=tree.expected_tokens_per_round,
+        calibration=[rank_accuracy(j, hits, count) for j, (hits, count) in enumerate(tree.calibration)],
         node_list=[
             TreeNode(
                 path=list(path),

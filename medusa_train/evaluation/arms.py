@@ -192,6 +192,10 @@ def _tree_info(name: str, paths: Sequence[tuple[int, ...]], content: Any) -> Tre
     info = replace(
         info, method=content.get("method"), expected_tokens_per_round=content.get("expected_tokens_per_round")
     )
+    counted = content.get("calibration") or {}
+    if isinstance(counted, dict) and counted.get("hits") and len(counted["hits"]) == len(counted.get("counts", ())):
+        heads = zip(counted["hits"], counted["counts"], strict=True)
+        info = replace(info, calibration=tuple((tuple(map(int, hits)), int(count)) for hits, count in heads))
     stored = content.get("node_probability")
     if not isinstance(stored, list) or len(stored) != len(content["paths"]):
         return info

@@ -12,13 +12,19 @@ from medusa_train.evaluation.schema import Mode
 
 @dataclass(frozen=True)
 class TreeInfo:
-    """A tree as the report shows it; `probability[i]` is the search's prediction for `paths[i]`, where there is one."""
+    """A tree as the report shows it.
+
+    Attributes:
+        probability: the search's prediction for each of `paths`, where there is one.
+        calibration: hits by rank and count of every head, as the search counted them.
+    """
 
     name: str
     paths: tuple[tuple[int, ...], ...]
     method: str | None = None
     probability: tuple[float, ...] | None = None
     expected_tokens_per_round: float | None = None
+    calibration: tuple[tuple[tuple[int, ...], int], ...] = ()
 
 
 @dataclass(frozen=True)

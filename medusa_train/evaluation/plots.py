@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from medusa_train.evaluation import svg
 from medusa_train.evaluation.figures import write
-from medusa_train.evaluation.schema import AcceptanceReport, ArmReport, Estimate
+from medusa_train.evaluation.schema import AcceptanceReport, ArmReport, Estimate, HeadAccuracy
 
 STAGES = (
     ("propose", "heads guess"),
@@ -37,28 +37,41 @@ def accepted_histogram(arm: ArmReport) -> str:
 
 
 def head_accuracy(arm: ArmReport) -> str:
-    """One row of bars per head: how often the true token had exactly rank 1, 2, ... of its list."""
+    """One row per head: bars of this run, diamonds of the calibration (alone where the tree does not use the head)."""
     row, left = 66.0, 64.0
     step = (svg.WIDTH - left) / 10
-    highest = max([a for head in arm.head_accuracy for a in head.accuracy if a is not None] or [1.0]) or 1.0
-    parts = []
-    for index, head in enumerate(arm.head_accuracy):
+    measured = {head.head: head for head in arm.head_accuracy}
+    counted = {head.head: head for head in arm.tree.calibration}
+    both = [*measured.values(), *counted.values()]
+    highest = max([a for head in both for a in head.accuracy if a is not None] or [1.0]) or 1.0
+    heads, parts = sorted(measured.keys() | counted.keys()), []
+    for index, number in enumerate(heads):
         bottom = row * (index + 1)
-        parts.append(svg.text(0, bottom - 22, f"head {head.head}", "strong"))
-        parts.append(svg.text(0, bottom - 6, f"token t+{head.offset}"))
+        parts.append(svg.text(0, bottom - 22, f"head {number}", "strong"))
+        parts.append(svg.text(0, bottom - 6, f"token t+{number + 2}"))
         parts.append(svg.line(left, bottom, svg.WIDTH, bottom, "axis"))
-        for rank, share in enumerate(head.accuracy):
-            height = (row - 22) * (share or 0.0) / highest
-            title = f"head {head.head}, rank {rank + 1}: {head.hits[rank]} of {head.count}"
+        for rank in range(10):
             x = left + step * rank
-            parts.append(svg.rect(x + 4, bottom - height, step - 8, height, "measured", title))
-            shown = "–" if share is None else f"{100 * share:.1f}"
-            parts.append(svg.text(x + step / 2, bottom - height - 4, shown, "value small", "middle"))
-    bottom = row * max(len(arm.head_accuracy), 1)
+            if number in measured:
+                parts.append(_accuracy_bar(measured[number], rank, x, bottom, step, (row - 22) / highest))
+            share = counted[number].accuracy[rank] if number in counted else None
+            if share is not None:
+                said = f"head {number}, rank {rank + 1}: {write(share, 'percent')} in the calibration"
+                parts.append(svg.diamond(x + step - 5, bottom - (row - 22) * share / highest, 4, "predicted", said))
+    bottom = row * max(len(heads), 1)
     for rank in range(10):
         parts.append(svg.text(left + step * (rank + 0.5), bottom + 16, str(rank + 1), "tick", "middle"))
     parts.append(svg.text(left + step * 5, bottom + 35, "place in the head's list; bars in %", "", "middle"))
     return svg.figure(bottom + 42, "Exact-rank accuracy of every head", parts)
+
+
+def _accuracy_bar(head: HeadAccuracy, rank: int, x: float, bottom: float, step: float, scale: float) -> str:
+    share = head.accuracy[rank]
+    height = scale * (share or 0.0)
+    title = f"head {head.head}, rank {rank + 1}: {head.hits[rank]} of {head.count}"
+    shown = "–" if share is None else f"{100 * share:.1f}"
+    label = svg.text(x + step / 2, bottom - height - 4, shown, "value small", "middle")
+    return svg.rect(x + 4, bottom - height, step - 8, height, "measured", title) + label
 
 
 def survival(arm: ArmReport) -> str:

@@ -79,6 +79,9 @@ class TreeReport(_Part):
     expected_tokens_per_round: float | None = Field(
         None, description="What the search predicted, root counted; null for a tree that was not searched."
     )
+    calibration: list[HeadAccuracy] = Field(
+        description="Every head's exact-rank hits on the text the tree was searched on; empty for a tree not searched."
+    )
     node_list: list[TreeNode] = Field(description="Every node in packed order (length, then path).")
 
 
@@ -216,7 +219,7 @@ class ArmReport(_Part):
         description="Why rounds ended: mismatch (the next token was not in the tree), exhausted (a whole path was "
         "accepted), stop (end of the answer), limit (max_new_tokens)."
     )
-    head_accuracy: list[HeadAccuracy]
+    head_accuracy: list[HeadAccuracy] = Field(description="Of this run; heads deeper than the tree are not run.")
     survival: list[SurvivalDepth]
     tree: TreeReport
     times: RoundTimes

@@ -126,13 +126,16 @@ def head_accuracy(answers: Sequence[tuple[Sequence[int], Sequence[RoundRecord]]]
                 if token_ids[place] in ranked:
                     hits[head, ranked.index(token_ids[place])] += 1
             start += len(record.tokens)
-    return [
-        HeadAccuracy(
-            head=j,
-            offset=j + 2,
-            count=int(counts[j]),
-            hits=[int(h) for h in hits[j]],
-            accuracy=[float(h) / int(counts[j]) if counts[j] else None for h in hits[j]],
-        )
-        for j in range(heads)
-    ]
+    return [rank_accuracy(j, hits[j].tolist(), int(counts[j])) for j in range(heads)]
+
+
+def rank_accuracy(head: int, hits: Sequence[int], count: int) -> HeadAccuracy:
+    """One head's hits by rank (cut or filled up to ten ranks) with their shares of `count`."""
+    ranked = [*hits, *[0] * REPORTED_RANKS][:REPORTED_RANKS]
+    return HeadAccuracy(
+        head=head,
+        offset=head + 2,
+        count=count,
+        hits=ranked,
+        accuracy=[hit / count if count else None for hit in ranked],
+    )

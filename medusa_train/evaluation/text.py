@@ -33,7 +33,9 @@ def summary(report: AcceptanceReport) -> RenderableType:
     parts += [_plain(figures, report)] if report.plain or report.generate else []
     for number, arm in enumerate(report.arms):
         parts += [Text(""), Text(f"{arm.name}", style="bold"), Text(headline(report, number))]
-        parts += [_acceptance(figures, number, report), _heads(figures, number, report), _times(figures, number)]
+        parts += [_acceptance(figures, number, report), _heads(figures, number, report)]
+        parts += [_calibration(figures, number, report)] if arm.tree.calibration else []
+        parts.append(_times(figures, number))
         parts += [_exactness(figures, number, report)]
         if len(arm.categories) > 1:
             parts.append(_categories(figures, number, report))
@@ -137,6 +139,16 @@ def _heads(figures: Figures, number: int, report: AcceptanceReport) -> Table:
         at = f"arms.{number}.head_accuracy.{j}"
         cells = [figures.text(f"{at}.accuracy.{rank - 1}", "percent").removesuffix(" %") for rank in ranks]
         _row(grid, f"{head.head} (token t+{head.offset}), %", *cells, figures.text(f"{at}.count", "count"))
+    return grid
+
+
+def _calibration(figures: Figures, number: int, report: AcceptanceReport) -> Table:
+    grid = _grid("the same on the text the tree was searched on", "head", *map(str, range(1, 11)), "of")
+    for j, head in enumerate(report.arms[number].tree.calibration):
+        at = f"arms.{number}.tree.calibration.{j}"
+        cells = [figures.text(f"{at}.accuracy.{rank}", "percent").removesuffix(" %") for rank in range(10)]
+        used = "" if head.head < report.arms[number].tree.depth else ", not in the tree"
+        _row(grid, f"{head.head} (token t+{head.offset}{used}), %", *cells, figures.text(f"{at}.count", "count"))
     return grid
 
 

@@ -38,6 +38,7 @@ def tiny_checkpoint(tmp_path_factory) -> Path:
         "top_k": 10,
         "expected_tokens_per_round": 1.9,
         "node_probability": [0.5, 0.1, 0.2, 0.06, 0.04],
+        "calibration": {"hits": [[50, 10, 5], [25, 5, 2]], "counts": [100, 99]},
     }
     save_checkpoint(
         folder / "heads",

@@ -14,6 +14,7 @@ TREE = TreeInfo(
     method="joint",
     probability=(0.5, 0.1, 0.25, 0.05),
     expected_tokens_per_round=1.9,
+    calibration=(((50, 10, 5), 100), ((25, 5, 2), 99), ((10, 4, 3), 98)),
 )
 
 

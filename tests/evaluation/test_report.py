@@ -87,6 +87,16 @@ def test_tree_nodes_count_every_node_of_the_accepted_path():
     assert tree.node_list[3].share == 0.2
 
 
+def test_calibration_of_every_head_the_unused_one_too():
+    arm = report_of(hand_records()).arms[0]
+    assert [(head.offset, head.count, head.hits[:4]) for head in arm.tree.calibration] == [
+        (2, 100, [50, 10, 5, 0]),
+        (3, 99, [25, 5, 2, 0]),
+        (4, 98, [10, 4, 3, 0]),
+    ]
+    assert arm.tree.calibration[2].accuracy[0] == 10 / 98
+
+
 def test_times_and_speed():
     report = report_of(hand_records())
     arm, plain = report.arms[0], report.plain[0]

@@ -68,6 +68,7 @@ def test_heads_guess_right_now_and_then_so_that_the_figures_mean_something(measu
     assert arm.tokens_per_round.value == arm.tokens / arm.rounds
     assert [node.expected for node in arm.tree.node_list] == [0.5, 0.1, 0.2, 0.06, 0.04]
     assert arm.tree.method == "joint"
+    assert [(head.hits[0], head.count) for head in arm.tree.calibration] == [(50, 100), (25, 99)]
 
 
 def test_rounds_equal_those_of_a_replay_along_the_greedy_text(measured, tiny_checkpoint):

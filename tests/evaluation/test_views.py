@@ -130,6 +130,9 @@ def test_the_text_says_the_numbers_of_the_json(views):
         for head in arm["head_accuracy"]:
             row = " ".join(f"{100 * share:.1f}" for share in head["accuracy"])
             assert f"{head['head']} (token t+{head['offset']}), % {row} {head['count']}" in flat
+        for head in arm["tree"]["calibration"]:
+            row = " ".join(f"{100 * share:.1f}" for share in head["accuracy"])
+            assert f"(token t+{head['offset']}{'' if head['head'] < 2 else ', not in the tree'}), % {row}" in flat
         for stage in ("propose", "tree_forward", "accept", "commit", "total"):
             assert f"{arm['times'][stage]['median_ms']:.2f} ms" in flat
         for row in arm["categories"]:
