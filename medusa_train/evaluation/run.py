@@ -73,8 +73,14 @@ def _settings(group: OpenedGroup, suite: Suite, options: RunOptions) -> dict[str
     # More prompts or more resamples do not change what was measured on one prompt.
     for name in ("bootstrap_resamples", "available_prompts"):
         del kept[name]
+    info = asdict(group.info)
+    # What the search predicted and what an arm is called is looked up anew; it does not change what was decoded.
+    info["arms"] = [
+        {"checkpoint": arm.checkpoint_hash, "mode": arm.mode, "paths": arm.tree.paths} for arm in group.info.arms
+    ]
+    del info["checkpoint"]
     return {
-        "group": asdict(group.info),
+        "group": info,
         "machine": _machine(),
         "suite_sha256": suite.sha256,
         "options": kept,

@@ -163,6 +163,18 @@ def test_more_prompts_reuse_those_measured_and_other_settings_do_not(tiny_checkp
     assert len(list(tmp_path.glob("journal-*.jsonl"))) == 2
 
 
+def test_a_moved_checkpoint_and_a_renamed_tree_continue_the_same_journal(tiny_checkpoint, prompt_file, tmp_path):
+    import shutil
+
+    run(tiny_checkpoint, prompt_file, tmp_path / "out")
+    moved = shutil.copytree(tiny_checkpoint, tmp_path / "moved")
+    tree = tmp_path / "same.json"
+    tree.write_text(json.dumps([[0], [1], [0, 0], [0, 1], [1, 0]]), encoding="utf-8")
+    report, _ = run(moved, prompt_file, tmp_path / "out", trees=(str(tree),))
+    assert report.arms[0].name == "tree same.json, 5 nodes, greedy"
+    assert len(list((tmp_path / "out").glob("journal-*.jsonl"))) == 1
+
+
 def test_all_turns_follow_the_models_own_answers(tiny_checkpoint, tmp_path):
     path = tmp_path / "question.jsonl"
     path.write_text(
