@@ -53,18 +53,25 @@ def test_tiny_recipes_run_through_the_command_line(world: dict, tmp_path: Path, 
     ("words", "told"),
     [
         (["training.learning_rte=1"], "did you mean 'training.learning_rate'"),
-        (["--nporc", "2"], "nporc"),
         (["data.train=[nowhere.jsonl]"], "nowhere.jsonl"),
         (["training.optim=adamm"], "adamm"),
+        (["base.name=no/where/at/all"], "no/where/at/all"),
     ],
 )
-def test_wrong_input_is_one_block_and_exit_code_2(world: dict, tmp_path: Path, words: list[str], told: str) -> None:
+def test_wrong_input_is_a_user_error(world: dict, tmp_path: Path, words: list[str], told: str) -> None:
     recipe = ["--recipe", str(TINY[0]), "--no-launch", f"base.name={world['base']}", f"output_dir={tmp_path / 'out'}"]
-    command = [sys.executable, "-m", "medusa_train", "fit", *recipe, f"data.train=[{world['data']}]", *words]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
-    assert done.returncode == 2, done.stderr[-2000:]
-    assert told in done.stderr and "Traceback" not in done.stderr
+    result = invoke("fit", *recipe, f"data.train=[{world['data']}]", *words)
+    assert isinstance(result.exception, UserError), result.exception
+    assert told in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+def test_the_process_says_it_in_one_block_and_exits_with_2(tmp_path: Path) -> None:
+    for words in (["training.learning_rte=1"], ["--nporc", "2"]):
+        command = [sys.executable, "-m", "medusa_train", "fit", "--recipe", str(TINY[0]), *words]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        assert done.returncode == 2, done.stderr[-2000:]
+        assert words[0].strip("-").split(".")[-1].split("=")[0] in done.stderr and "Traceback" not in done.stderr
 
 
 def test_activation_checkpointing_gives_the_same_losses(world: dict, tmp_path: Path) -> None:
