@@ -30,7 +30,7 @@ stage() { # stage NAME COMMAND...: prints the command, runs it, notes how long i
     printf '%-16s %4d s\n' "$name" $((SECONDS - started)) >>"$run/stages.txt"
 }
 
-stage distill medusa-train distill --base smollm2-135m --prompts data/prompts/train.jsonl --synthesize 160 \
+stage distill medusa-train distill --base smollm2-135m --prompts data/prompts/train.jsonl --synthesize 100 \
     --samples 3 --temperature 0.5 --max-new-tokens 128 --out "$run/distill"
 stage fit medusa-train fit --recipe recipes/quickstart.yaml
 stage tree medusa-train tree "$run/heads" --nodes 15
