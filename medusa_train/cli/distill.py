@@ -79,7 +79,7 @@ def command(
             min=64,
             help="Key/value memory of the batch in tokens (rows x length).",
             rich_help_panel=LOCAL,
-            show_default="24576 on a CPU, else what fits",
+            show_default="20480 on a CPU, else what fits",
         ),
     ] = None,
     max_rows: Annotated[

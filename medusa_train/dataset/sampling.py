@@ -17,7 +17,7 @@ BLOCK = 128
 # float32 numbers worked on at once on a CPU: 2 MiB.
 CACHED_NUMBERS = 1 << 19
 # Tokens that are sorted for top-p before the whole vocabulary is.
-HEAD = 512
+HEAD = 64
 
 
 @dataclass(frozen=True)
@@ -49,31 +49,46 @@ def choose(logits_BV: torch.Tensor, decoding: Decoding, uniform_B: torch.Tensor 
     if decoding.top_k <= 0 and decoding.top_p >= 1.0:
         return _sample_whole(logits_BV, decoding.temperature, uniform_B)
     scores_BV = logits_BV.float() / decoding.temperature
-    width = min(decoding.top_k, scores_BV.shape[-1]) if decoding.top_k > 0 else scores_BV.shape[-1]
-    if width < scores_BV.shape[-1]:
-        top_BW, ids_BW = scores_BV.topk(width, dim=-1)
-    else:
-        top_BW, ids_BW = _most_likely_first(scores_BV, decoding.top_p)
+    if decoding.top_k > 0:
+        return _from_sorted(*_top(scores_BV, min(decoding.top_k, scores_BV.shape[-1])), decoding.top_p, uniform_B)
+    # Sorting a vocabulary takes longer than a decode step, and nearly every nucleus lies in its first few tokens.
+    whole_B1 = torch.logsumexp(scores_BV, -1, keepdim=True)
+    top_BW, ids_BW = _top(scores_BV, min(HEAD, scores_BV.shape[-1]))
+    chosen_B = _from_sorted(top_BW, ids_BW, decoding.top_p, uniform_B, whole_B1)
+    longer_B = (torch.logsumexp(top_BW, -1) - whole_B1[:, 0]).exp() < decoding.top_p
+    if bool(longer_B.any()):
+        sorted_bV, ids_bV = scores_BV[longer_B].sort(-1, descending=True)
+        chosen_B[longer_B] = _from_sorted(sorted_bV, ids_bV, decoding.top_p, uniform_B[longer_B], whole_B1[longer_B])
+    return chosen_B
+
+
+def _from_sorted(
+    top_BW: torch.Tensor,
+    ids_BW: torch.Tensor,
+    top_p: float,
+    uniform_B: torch.Tensor,
+    log_mass_B1: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """A draw from scores in falling order, cut where their mass before reaches top_p of the whole (of themselves, or of
+    `exp(log_mass_B1)` where they are only the head)."""
     weights_BW = torch.exp(top_BW - top_BW[:, :1])
-    # Without top-k, top-p is a share of the whole vocabulary's mass, also where only its head was sorted.
-    total_B1 = weights_BW.sum(-1, keepdim=True)
-    if decoding.top_k <= 0:
-        total_B1 = torch.exp(torch.logsumexp(scores_BV, -1, keepdim=True) - top_BW[:, :1])
-    if decoding.top_p < 1.0:
+    if top_p < 1.0:
+        mass_B1 = weights_BW.sum(-1, keepdim=True) if log_mass_B1 is None else torch.exp(log_mass_B1 - top_BW[:, :1])
         before_BW = weights_BW.cumsum(dim=-1) - weights_BW
-        weights_BW = weights_BW.masked_fill(before_BW >= decoding.top_p * total_B1, 0.0)
+        weights_BW = weights_BW.masked_fill(before_BW >= top_p * mass_B1, 0.0)
     return ids_BW.gather(-1, _invert(weights_BW, uniform_B)[:, None])[:, 0]
 
 
-def _most_likely_first(scores_BV: torch.Tensor, top_p: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores and ids in falling order, as far as top-p can reach: sorting a vocabulary takes longer than a decode
-    step, and the nucleus of nearly every step lies in its first few hundred tokens."""
-    if scores_BV.shape[-1] > 4 * HEAD:
-        top_BW, ids_BW = scores_BV.topk(HEAD, dim=-1)
-        reached_B = torch.logsumexp(top_BW, -1) - torch.logsumexp(scores_BV, -1)
-        if bool((reached_B.exp() >= top_p).all()):
-            return top_BW, ids_BW
-    return scores_BV.sort(-1, descending=True)
+def _top(scores_BV: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`topk`, scores in falling order: the `count` best tokens lie in the `count` blocks with the highest maxima."""
+    size = scores_BV.shape[-1]
+    if size % BLOCK or size < 4 * count * BLOCK:
+        return scores_BV.topk(count, dim=-1)
+    blocks_BNK = scores_BV.unflatten(-1, (-1, BLOCK))
+    block_BC = blocks_BNK.amax(-1).topk(count, dim=-1).indices
+    inside_BCK = blocks_BNK.gather(1, block_BC[..., None].expand(*block_BC.shape, BLOCK))
+    top_BW, at_BW = inside_BCK.flatten(1).topk(count, dim=-1)
+    return top_BW, block_BC.gather(1, at_BW // BLOCK) * BLOCK + at_BW % BLOCK
 
 
 def _sample_whole(logits_BV: torch.Tensor, temperature: float, uniform_B: torch.Tensor) -> torch.Tensor:

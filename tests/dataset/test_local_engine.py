@@ -56,11 +56,11 @@ def test_every_row_is_what_it_is_alone(family: str) -> None:
     model = tiny_model(family, vocab_size=VOCABULARY, seed=1)
     generator = np.random.default_rng(3)
     jobs = [(ids, int(generator.integers(1, 40))) for ids in prompts(17, seed=2)]
+    expected = [alone(model, ids, new) for ids, new in jobs]
     for options in ({"max_rows": 4, "batch_tokens": 10_000}, {"max_rows": 16, "batch_tokens": 200}):
         done = run(model, jobs, **options)
-        for index, (ids, new) in enumerate(jobs):
-            tokens, reason = alone(model, ids, new)
-            assert (done[index].token_ids, done[index].finish_reason) == (tokens, reason), (options, index)
+        found = [(done[index].token_ids, done[index].finish_reason) for index in range(len(jobs))]
+        assert found == expected, options
 
 
 @settings(max_examples=25, deadline=None)
@@ -150,17 +150,18 @@ def test_sampling_has_the_processed_distribution() -> None:
 @pytest.mark.parametrize(
     "decoding", [Decoding(0.7), Decoding(1.0, top_p=0.3), Decoding(2.5, top_p=0.9), Decoding(1.0, 40, 0.8)]
 )
-def test_draws_over_a_large_vocabulary_invert_the_distribution(decoding: Decoding) -> None:
+@pytest.mark.parametrize("size", [5003, 32768])
+def test_draws_over_a_large_vocabulary_invert_the_distribution(decoding: Decoding, size: int) -> None:
     """Blocks, cached rows and the sorted head against one cumulative sum over the law, in double precision."""
     generator = torch.Generator().manual_seed(4)
-    logits = torch.randn(40, 5003, generator=generator) * 2
+    logits = torch.randn(40, size, generator=generator) * 2
     uniform = torch.rand(40, generator=generator)
     got = choose(logits, decoding, uniform)
     scores = logits.double() / decoding.temperature
     order = scores.argsort(-1, descending=True)
     cut = decoding.top_k > 0 or decoding.top_p < 1.0
     for row in range(40):
-        ids = order[row] if cut else torch.arange(5003)
+        ids = order[row] if cut else torch.arange(size)
         law = torch.softmax(scores[row, ids[: decoding.top_k or None]], -1)
         before = law.cumsum(-1) - law
         law = torch.where(before < decoding.top_p, law, 0.0)
