@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from medusa_train.console import say, table
+from medusa_train.console import human_bytes, say
 from medusa_train.decoding.decode import TreeDecoder
 from medusa_train.decoding.search import independent_tree
 from medusa_train.decoding.settings import DecodeSettings
@@ -225,24 +225,20 @@ def _summed_up(
 
 
 def show(result: dict[str, Any]) -> None:
-    """The table, and plain decoding against generate."""
-    body = []
+    """The table, plain decoding against generate, and memory; plain text, so that a narrow log keeps every column."""
+    print(f"launch {result['launch']}, {result['prompt_tokens']} prompt tokens; ms are medians, quartiles in brackets")
+    print(
+        f"{'rows':>4} {'ms/round':>20} {'propose':>8} {'forward':>8} {'accept':>7} {'commit':>7} {'floor':>7} "
+        f"{'c':>5} {'floor c':>7} {'c/floor c':>9} {'round/floor':>11}"
+    )
     for row in result["rows"]:
-        spent = row["round"]
-        body.append(
-            (
-                row["rows"],
-                f"{spent['median_ms']:.1f} [{spent['low_ms']:.1f}-{spent['high_ms']:.1f}]",
-                *(f"{row['stages_ms'][stage]:.2f}" for stage in STAGES),
-                f"{row['floor']['median_ms']:.1f}",
-                f"{row['c']:.2f}",
-                f"{row['floor_c']:.2f}",
-                f"{row['c_over_floor_c']:.2f}",
-                f"{row['round_over_floor']:.2f}",
-            )
+        spent, stages = row["round"], row["stages_ms"]
+        quartiles = f"{spent['median_ms']:.1f} [{spent['low_ms']:.1f}-{spent['high_ms']:.1f}]"
+        print(
+            f"{row['rows']:>4} {quartiles:>20} {stages['propose']:>8.2f} {stages['forward']:>8.2f} "
+            f"{stages['accept']:>7.2f} {stages['commit']:>7.2f} {row['floor']['median_ms']:>7.1f} {row['c']:>5.2f} "
+            f"{row['floor_c']:>7.2f} {row['c_over_floor_c']:>9.2f} {row['round_over_floor']:>11.2f}"
         )
-    columns = ("rows", "ms/round", *STAGES, "floor ms", "c", "floor c", "c / floor c", "round / floor")
-    table(f"launch {result['launch']}, {result['prompt_tokens']} prompt tokens", columns, body)
     if result["generate"]:
         plain, other = result["rows"][0]["round"], result["generate"]
         print(
@@ -250,6 +246,7 @@ def show(result: dict[str, Any]) -> None:
             f"[{other['low_ms']:.1f}-{other['high_ms']:.1f}] ms/step: ratio "
             f"{other['median_ms'] / plain['median_ms']:.2f}"
         )
+    print(f"key/value cache of the widest arm {human_bytes(result['cache_bytes'])}")
 
 
 if __name__ == "__main__":

@@ -78,7 +78,7 @@ def command(
         typer.Option(
             min=0, help="joint: imagined independent positions beside the counted ones.", rich_help_panel=SEARCH
         ),
-    ] = 16.0,
+    ] = 128.0,
     tree: Annotated[
         str | None,
         typer.Option(
@@ -88,7 +88,14 @@ def command(
             show_default=False,
         ),
     ] = None,
-    top_k: Annotated[int, typer.Option(min=1, help="Ranks per head that are counted.", rich_help_panel=SEARCH)] = 10,
+    top_k: Annotated[
+        int,
+        typer.Option(
+            min=1,
+            help="Ranks per head that the tree may use. Large trees gain from more; TensorRT-LLM takes 16.",
+            rich_help_panel=SEARCH,
+        ),
+    ] = 32,
     store: Annotated[bool, typer.Option(help="Write tree.json into the checkpoint.")] = True,
     again: Annotated[
         bool, typer.Option("--again", help="Search even where the checkpoint has a tree searched with these options.")

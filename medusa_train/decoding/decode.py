@@ -18,11 +18,12 @@ from medusa_train.decoding.masks import TreeMasks
 from medusa_train.decoding.propose import ranks_available
 from medusa_train.decoding.rounds import OnRound, Rounds
 from medusa_train.decoding.settings import Decoded, DecodeSettings, RoundTrace
-from medusa_train.decoding.stopping import context_limit
+from medusa_train.decoding.stopping import context_limit, rope_switch
 from medusa_train.decoding.tree import DraftTree, TreeBuffers, build_buffers
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import check_supported, decoder_of, output_projection, plain_model
 from medusa_train.modeling.heads import MedusaHeads
+from medusa_train.modeling.masks import attention_windows
 
 PROPOSED_RANKS = 10
 
@@ -58,6 +59,7 @@ class TreeDecoder:
         if check:
             _check_attention(model)
             check_supported(model)
+            attention_windows(model)
         if heads is None and tree.num_nodes:
             raise UserError("a tree with guesses needs heads to fill it")
         self.model, self.heads, self.tree, self.tokenizer = model, heads, tree, tokenizer
@@ -67,6 +69,7 @@ class TreeDecoder:
         self.buffers = self._build_buffers()
         self.is_leaf = self.buffers.leaf_N.tolist()
         self.position_limit = context_limit(plain_model(model).config)
+        self.rope_switch = rope_switch(plain_model(model).config)
         way = resolve_launch(launch, self.device)
         self.fixed = None if way == "eager" else FixedForwards(self, way)
         self._cache: PreallocatedCache | None = None

@@ -62,6 +62,9 @@ class Rounds:
             settings.max_new_tokens if limit is None else min(settings.max_new_tokens, limit + 1 - len(prompt))
             for prompt in prompts
         ]
+        if decoder.rope_switch is not None:
+            for prompt, most in zip(prompts, limits, strict=True):
+                decoder.rope_switch.check(len(prompt), most, decoder.tree.depth)
         self.answers = [_Answer(prompt, most) for prompt, most in zip(prompts, limits, strict=True)]
         self.chooser = Chooser.of(settings, [answer.prompt for answer in self.answers], decoder.device)
         capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + decoder.buffers.num_rows
@@ -98,7 +101,9 @@ class Rounds:
 
     def _prefill(self) -> None:
         """Runs the prompts in chunks, right-padded: causal attention keeps the padding out of every real row."""
-        longest, chunk = max(self.lengths), self.settings.prefill_chunk
+        longest = max(self.lengths)
+        # Frequencies that follow the text's length must see all of the prompt at once.
+        chunk = self.settings.prefill_chunk if self.d.rope_switch is None else longest
         padded = torch.tensor(
             [answer.prompt + [answer.prompt[-1]] * (longest - len(answer.prompt)) for answer in self.answers],
             device=self.d.device,
@@ -136,9 +141,12 @@ class Rounds:
         self._stamp_sync()
         forwarded = time.perf_counter()
         acceptance = self._accept(tokens_BN, logits_BNV)
-        rows_BN = tokens_BN.tolist()
-        paths = [[row for row in path if row >= 0] for path in acceptance.path_BL.tolist()]
-        next_roots = acceptance.next_root_B.tolist()
+        # All that the host has to know, in one copy: the only wait for the device in a round.
+        num_rows = tokens_BN.shape[1]
+        known = torch.cat([tokens_BN, acceptance.path_BL, acceptance.next_root_B[:, None]], dim=1).tolist()
+        rows_BN = [row[:num_rows] for row in known]
+        paths = [[node for node in row[num_rows:-1] if node >= 0] for row in known]
+        next_roots = [row[-1] for row in known]
         accepted = time.perf_counter()
         self._commit(paths, hidden_BND, acceptance)
         done = [self._publish(b, rows_BN[b], paths[b]) for b in range(len(self.answers))]

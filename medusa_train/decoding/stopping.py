@@ -63,6 +63,49 @@ def context_limit(config: Any) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class RopeSwitch:
+    """Rotary frequencies that depend on how long the text is, so that cached keys can go stale.
+
+    Attributes:
+        kind: `longrope` (one set of frequencies up to the border, another past it) or `dynamic` (new ones each step).
+        border: positions up to which nothing changes.
+    """
+
+    kind: str
+    border: int
+
+    def check(self, prompt_tokens: int, new_tokens: int, depth: int) -> None:
+        """Refuses a request inside which the frequencies change: no cached decoder is exact there.
+
+        Raises:
+            UserError: naming the border and what fits.
+        """
+        end = prompt_tokens + new_tokens + depth
+        if end <= self.border or (self.kind == "longrope" and prompt_tokens > self.border):
+            return
+        raise UserError(
+            f"the model's {self.kind} positions change past {self.border} tokens; prompt, answer and tree reach {end}",
+            allowed=f"at most {self.border} in all"
+            + (f", or a prompt longer than {self.border}" if self.kind == "longrope" else ""),
+            fix=f"ask for at most {max(0, self.border - depth - prompt_tokens)} new tokens",
+        )
+
+
+def rope_switch(config: Any) -> RopeSwitch | None:
+    """The model's RopeSwitch, or None where its frequencies never change."""
+    text = config.get_text_config(decoder=True)
+    parameters = getattr(text, "rope_parameters", None) or {}
+    groups = [parameters, *(value for value in parameters.values() if isinstance(value, dict))]
+    for group in groups:
+        if group.get("rope_type") == "longrope":
+            original = group.get("original_max_position_embeddings")
+            return RopeSwitch("longrope", int(original or text.original_max_position_embeddings))
+        if group.get("rope_type") == "dynamic":
+            return RopeSwitch("dynamic", int(text.max_position_embeddings))
+    return None
+
+
 # Decoder families whose positions are rows of a table. max_position_embeddings is its length (GPT-2's n_positions).
 LEARNED_POSITIONS = frozenset(
     {"gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "biogpt", "xglm", "gptsan-japanese", "imagegpt"}

@@ -65,7 +65,7 @@ def test_tree_searches_stores_and_says(checkpoint: Path) -> None:
     stored = load_checkpoint(checkpoint).tree
     assert len(stored["paths"]) == len(stored["node_probability"]) == 8
     assert stored["method"] == "joint"
-    assert stored["top_k"] == 10
+    assert stored["top_k"] == 32
     low, high = stored["interval_95"]
     assert 1 <= low <= stored["expected_tokens_per_round"] <= high
     assert len(stored["calibration"]["hits"]) == 3

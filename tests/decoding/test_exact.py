@@ -186,6 +186,28 @@ def test_the_end_of_a_position_table() -> None:
         decode(model, heads, random_prompt(33, 1), WIDE)
 
 
+def test_positions_that_change_with_the_length() -> None:
+    """longrope switches at 32 tokens: short requests and long prompts are exact, one across the border is refused."""
+    factors = dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4, original_max_position_embeddings=32)
+    model = tiny_model(
+        "phi3", vocab_size=VOCAB, original_max_position_embeddings=32,
+        rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **factors),
+    )  # fmt: skip
+    heads = random_heads(model)
+    for length, count in ((5, 20), (40, 12)):
+        prompt = random_prompt(length, length)
+        found = decode(model, heads, prompt, WIDE, max_new_tokens=count, prefill_chunk=7)
+        assert found.token_ids == generated(model, prompt, count)
+    with pytest.raises(UserError, match=r"longrope positions change past 32 tokens(.|\n)*at most 19 new tokens"):
+        decode(model, heads, random_prompt(10, 1), WIDE, max_new_tokens=30)
+    dynamic = tiny_model(
+        "llama", vocab_size=VOCAB, max_position_embeddings=32,
+        rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0),
+    )  # fmt: skip
+    with pytest.raises(UserError, match="dynamic positions change past 32"):
+        decode(dynamic, None, random_prompt(40, 1), max_new_tokens=4)
+
+
 def test_one_decoder_serves_many_prompts() -> None:
     """Cache and masks are kept between calls; old rows in them must not be seen."""
     model = model_of("gemma3")

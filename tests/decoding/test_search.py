@@ -13,6 +13,7 @@ from medusa_train.decoding.overhead import Overhead, monotone
 from medusa_train.decoding.ranks import END, MISS, Calibration, RankSpan, supervised_spans
 from medusa_train.decoding.replay import replay
 from medusa_train.decoding.search import (
+    SMOOTHING,
     exact_rank_accuracies,
     grow,
     independence,
@@ -154,8 +155,8 @@ def test_joint_is_no_worse_than_independent(size: int) -> None:
     joint = independent = 0.0
     for seed in range(6):
         calibration = moody_calibration(seed)
-        joint += held_out(calibration, size, "joint", 16.0).tokens_per_round
-        independent += held_out(calibration, size, "independent", 16.0).tokens_per_round
+        joint += held_out(calibration, size, "joint", SMOOTHING).tokens_per_round
+        independent += held_out(calibration, size, "independent", SMOOTHING).tokens_per_round
     assert joint >= independent
 
 
