@@ -78,3 +78,30 @@ def test_killed_at_random_times(tmp_path: Path, kills: int) -> None:
         assert any(states_equal(loaded, version) for version in versions)
     save_toy(folder, versions[1])
     assert os.listdir(tmp_path) == ["heads"]
+
+
+def test_a_cut_swap_outlives_the_next_writer_s_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed between two renames, then a save fails: the retired folder is the only whole one and must stay."""
+    from medusa_train.checkpoint import atomic
+    from medusa_train.errors import UserError
+
+    old = random_heads(seed=1)
+    folder = save_toy(tmp_path / "heads", old)
+    dead = 2**22 + 1  # above the kernel's largest process id
+    folder.rename(tmp_path / f".heads.old-{dead}-abcd1234")
+
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(atomic, "fsync_tree", full)
+    with pytest.raises(UserError, match="No space left"):
+        save_toy(folder, random_heads(seed=2))
+    assert states_equal(load_checkpoint(folder, verify="hashes").heads, old)
+    assert os.listdir(tmp_path) == ["heads"]
+
+
+def test_a_living_writer_s_folder_is_not_swept(tmp_path: Path) -> None:
+    mine = tmp_path / f".heads.tmp-{os.getpid()}-abcd1234"
+    mine.mkdir()
+    save_toy(tmp_path / "heads")
+    assert mine.is_dir()
