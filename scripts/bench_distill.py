@@ -69,13 +69,11 @@ def run_arm(arm: str, options: argparse.Namespace) -> dict:
 
 def distill_arm(base, prompts, new_tokens, stop, options) -> int:
     """The engine of `distill`."""
-    from medusa_train.dataset.backend_local import Request
+    from medusa_train.dataset.requests import Request
     from medusa_train.dataset.run_local import engine_for
     from medusa_train.dataset.sampling import Decoding
 
-    engine = engine_for(
-        base, Decoding(), sorted(stop), batch_tokens=options.batch_tokens, max_rows=options.max_rows
-    )
+    engine = engine_for(base, Decoding(), sorted(stop), batch_tokens=options.batch_tokens, max_rows=options.max_rows)
     for index, ids in enumerate(prompts):
         engine.submit(Request(index, ids, new_tokens))
     engine.run(lambda completion: None)

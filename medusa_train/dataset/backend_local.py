@@ -11,12 +11,12 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache
 
+from medusa_train.dataset.requests import Completion, Request, Row, right_aligned
 from medusa_train.dataset.ring import Ring
 from medusa_train.dataset.sampling import Decoding, choose, uniforms
 from medusa_train.errors import UserError
@@ -29,35 +29,6 @@ PREFILL_TOKENS = 4096
 REFILL_SHARE = 8
 # A shared beginning shorter than this is not worth a pass of its own.
 MIN_SHARED_PREFIX = 8
-
-
-@dataclass(frozen=True)
-class Request:
-    """One completion to generate: ``prompt_ids`` and what to do with the answer (`key` is the caller's)."""
-
-    key: object
-    prompt_ids: Sequence[int]
-    max_new_tokens: int
-    seed: int = 0
-    wave: int = 0  # later turns wait until the earlier turns of all conversations are done: they are longer
-
-
-@dataclass(frozen=True)
-class Completion:
-    """Generated ids (the stop token included where one was emitted) and why it ended: "stop" or "length"."""
-
-    request: Request
-    token_ids: list[int]
-    finish_reason: str
-
-
-@dataclass
-class _Row:
-    request: Request
-    first_step: int  # the step at which the row's first slot (padding included) was written
-    end_step: int  # one past the last step that the row may need
-    token_ids: list[int] = field(default_factory=list)
-    uniforms: np.ndarray | None = None
 
 
 class LocalEngine:
@@ -95,7 +66,7 @@ class LocalEngine:
         self.generated = 0
         self._order = itertools.count()
         self._queue: list[tuple[int, int, int, Request]] = []
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, Row] = {}
         self._ring: Ring | None = None
         self._prefix_ids: list[int] = []
         self._prefix_cache: Cache | None = None
@@ -229,7 +200,7 @@ class LocalEngine:
         distinct = list(dict.fromkeys(tuple(request.prompt_ids) for request in group))
         place_of = {ids: index for index, ids in enumerate(distinct)}
         which = torch.tensor([place_of[tuple(request.prompt_ids)] for request in group], device=self.device)
-        ids, valid, positions = _right_aligned(distinct, shared)
+        ids, valid, positions = right_aligned(distinct, shared)
         cache = DynamicCache()
         if shared:
             for number, layer in enumerate(self._prefix_cache.layers):
@@ -244,7 +215,7 @@ class LocalEngine:
         if self._ring is None:
             self._ring = Ring(cache, rows, capacity, self.dtype)
         for index, request in zip(places, group, strict=True):
-            row = _Row(request, 0, 0)
+            row = Row(request, 0, 0)
             if not self.decoding.greedy:
                 row.uniforms = uniforms(request.seed, request.max_new_tokens + self.steps_per_read)
             self._rows[index] = row
@@ -315,21 +286,6 @@ class LocalEngine:
                     break
         self.generated += fresh
         self.on_tokens(fresh)
-
-
-def _right_aligned(prompts: Sequence[Sequence[int]], shared: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """ids [G, T] of the prompts after their shared beginning, ending together; validity, positions [G, shared + T]."""
-    count, width = len(prompts), max(map(len, prompts)) - shared
-    ids = np.zeros((count, width), dtype=np.int64)
-    valid = np.zeros((count, shared + width), dtype=bool)
-    positions = np.zeros((count, shared + width), dtype=np.int64)
-    valid[:, :shared], positions[:, :shared] = True, np.arange(shared)
-    for index, prompt in enumerate(prompts):
-        tail = prompt[shared:]
-        ids[index, width - len(tail) :] = tail
-        valid[index, shared + width - len(tail) :] = True
-        positions[index, shared + width - len(tail) :] = np.arange(shared, shared + len(tail))
-    return ids, valid, positions
 
 
 def _step_mask(windows: dict[str, int | None], ring: Ring, width: int):

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from medusa_train.console import progress
-from medusa_train.dataset.backend_local import Completion, LocalEngine, Request
+from medusa_train.dataset.backend_local import LocalEngine
 from medusa_train.dataset.dialogue import Dialogue
 from medusa_train.dataset.distill import Job
 from medusa_train.dataset.render import render_prompt
+from medusa_train.dataset.requests import Completion, Request
 from medusa_train.dataset.sampling import Decoding
 from medusa_train.errors import UserError
 

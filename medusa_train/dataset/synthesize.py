@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from medusa_train.console import progress, say
-from medusa_train.dataset.backend_local import Completion, Request
 from medusa_train.dataset.conversations import Conversation, Message
 from medusa_train.dataset.distill import in_shard
 from medusa_train.dataset.render import encode, stop_token_ids
+from medusa_train.dataset.requests import Completion, Request
 from medusa_train.dataset.run_local import engine_for
 from medusa_train.dataset.sampling import Decoding
 from medusa_train.dataset.templates import stop_strings, user_header

@@ -344,3 +344,45 @@ def test_killed_twenty_times_and_resumed(folder: Path, base, tmp_path: Path) -> 
     lines = (tmp_path / "killed" / "rows.jsonl").read_text().splitlines()
     assert len(lines) == 140 and len({json.loads(line)["id"] for line in lines}) == 140
     assert int(done.stdout.split()[1]) >= 10, "the run ended before it could be killed: make it longer"
+
+
+def test_processes_of_a_launcher_are_shards(
+    monkeypatch: pytest.MonkeyPatch, base, prompts: str, tmp_path: Path
+) -> None:
+    """Under `accelerate launch` each rank answers its share into a journal of its own; the folder then is whole."""
+    for rank in (0, 1):
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", str(rank))
+        go(base, prompts, tmp_path / "out")
+    with pytest.raises(UserError, match="--shard and several processes at once"):
+        go(base, prompts, tmp_path / "out", shard=(1, 2))
+    names = {path.name for path in (tmp_path / "out").glob("rows*")}
+    assert names == {"rows.1-of-2.jsonl", "rows.2-of-2.jsonl"}
+    assert len(rows_in(tmp_path / "out")) == len(load_rows(tmp_path / "out", base).rows) == 12
+
+
+def test_a_hub_name_that_cannot_be_had_is_one_clear_error(
+    monkeypatch: pytest.MonkeyPatch, base, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no network")))
+    with pytest.raises(
+        UserError, match="some/name: neither a local file nor a hub dataset that can be read: no network"
+    ):
+        go(base, "some/name", tmp_path / "out")
+
+
+def test_hub_rows_are_streamed(monkeypatch: pytest.MonkeyPatch, base, tmp_path: Path) -> None:
+    import datasets
+
+    asked = []
+
+    def load_dataset(name: str, split: str, streaming: bool):
+        asked.append((name, split, streaming))
+        return datasets.Dataset.from_list(
+            [{"prompt": "Write one thing."}, {"prompt": "Write two."}]
+        ).to_iterable_dataset()
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    go(base, "some/name:test", tmp_path / "out")
+    assert asked == [("some/name", "test", True)]
+    assert {r["source"] for r in rows_in(tmp_path / "out").values()} == {"some/name:test:row 0", "some/name:test:row 1"}

@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_train.dataset.backend_local import Completion, LocalEngine, Request
+from medusa_train.dataset.backend_local import LocalEngine
+from medusa_train.dataset.requests import Completion, Request
 from medusa_train.dataset.sampling import Decoding, choose, uniforms
 from medusa_train.errors import UserError
 from tests.tiny import FAMILIES, tiny_model
