@@ -1,4 +1,4 @@
-"""What goes into the local engine and comes out: requests, completions, and prompts laid side by side for one prefill."""
+"""What goes into the local engine and comes out; prompts laid side by side for one prefill."""
 
 from __future__ import annotations
 
