@@ -22,12 +22,11 @@ run=runs/quickstart
 mkdir -p "$run"
 : >"$run/stages.txt"
 
-stage() { # stage NAME COMMAND...: prints the command, runs it, notes how long it took
-    local name="$1" started=$SECONDS
+stage() { # stage NAME COMMAND...: prints the command, runs it, notes its time and peak memory
+    local name="$1"
     shift
     printf '\n+ %s\n' "$(printf '%q ' "$@")"
-    "$@"
-    printf '%-16s %4d s\n' "$name" $((SECONDS - started)) >>"$run/stages.txt"
+    python scripts/stage.py "$run/stages.txt" "$name" "$@"
 }
 
 stage distill medusa-train distill --base smollm2-135m --prompts data/prompts/train.jsonl --synthesize 100 \
