@@ -152,7 +152,6 @@ def _compare_base(
     except UserError as error:
         diagnosis.base = "not found"
         diagnosis.notes.append(f"the base could not be compared: {error.what}")
-        diagnosis.stops["eval-acceptance"] = [f"the base {name} is not here: {error.what}"]
         if base is not None:
             problems.add("backbone", str(base), error.what, error.fix or "name the base's folder or hub id with --base")
         return None
@@ -172,15 +171,26 @@ def _versions(manifest: HeadsManifest, diagnosis: Diagnosis) -> None:
 def _find_stops(folder: Path, manifest: HeadsManifest, diagnosis: Diagnosis) -> None:
     """Reasons why other commands would stop, by command."""
     faults = [str(problem) for problem in diagnosis.problems]
+    gone = [f"the base {manifest.backbone.name} is not here"] if diagnosis.base == "not found" else []
     commands = ["fit", "tree", "eval-acceptance", "generate", *(f"export --format {name}" for name in layouts.FORMATS)]
     for command in commands:
-        reasons = list(diagnosis.stops.get("eval-acceptance" if not command.startswith("export") else "", [])) + faults
-        if command.startswith("export") and not faults:
-            reasons += _export_refusal(folder, layouts.FORMATS[command.rsplit(" ", 1)[1]])
+        reasons = list(faults)
+        if not command.startswith("export"):
+            reasons += gone
+        elif not faults:
+            form = layouts.FORMATS[command.rsplit(" ", 1)[1]]
+            reasons += _export_refusal(folder, form)
+            reasons += gone if _export_needs_base(form, manifest) else []
         if command == "fit" and diagnosis.extras:
             reasons += _fit_needs(manifest, diagnosis)
         diagnosis.stops[command] = list(dict.fromkeys(reasons))
     diagnosis.stops = {command: reasons for command, reasons in diagnosis.stops.items() if reasons}
+
+
+def _export_needs_base(form: layouts.ExportFormat, manifest: HeadsManifest) -> bool:
+    """Whole-model folders hold it; shared heads travel with a copy of its lm_head, or are expanded with it."""
+    shared = manifest.head_contract == "shared"
+    return form.name == "hf-full" or (shared and (form.lm_head_copy or not form.shared(manifest.medusa_num_layers)))
 
 
 def _export_refusal(folder: Path, form: layouts.ExportFormat) -> list[str]:

@@ -132,8 +132,19 @@ def test_a_base_that_is_gone_is_said_and_is_no_fault(tmp_path: Path, base: Base)
     found = examine(folder)
     assert found.healthy and found.base == "not found"
     assert found.stops["eval-acceptance"] and "export --format vllm" not in found.stops
+    assert "is not here" in found.stops["export --format hf-full"][0]
     assert found.heads[0].projection_distance is None
     assert not examine(folder, str(tmp_path / "nowhere")).healthy
+
+
+def test_shared_heads_need_the_base_for_export(tmp_path: Path, base: Base) -> None:
+    import shutil
+
+    folder = save(tmp_path / "heads", heads_of(base, "shared"), base)
+    shutil.rmtree(base.folder)
+    stops = examine(folder).stops
+    assert {"export --format vllm", "export --format tgi", "export --format trtllm"} <= stops.keys()
+    assert "export --format fasterdecoding" not in stops and "export --format medusa" not in stops
 
 
 def test_changed_backbones_are_examined_too(tmp_path: Path, base: Base) -> None:
