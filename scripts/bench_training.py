@@ -16,6 +16,10 @@ Arms, one step of each in turn, medians over the rounds after one step to warm u
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `medusa-train fit` sets it, for all arms alike
+
 import argparse
 import ctypes
 import json
@@ -122,8 +126,7 @@ def floor_step(world: World, cached: bool) -> Callable[[], None]:
     z = torch.randn(rows, size, dtype=torch.bfloat16)
     w = torch.randn(vocabulary, size, dtype=torch.bfloat16)
     block = torch.randn(size, size, dtype=torch.bfloat16)
-    for parameter in world.heads.parameters():
-        parameter.grad = torch.zeros_like(parameter)
+    gradients = [torch.zeros_like(parameter) for parameter in world.heads.parameters()]
     chunks = [slice(start, start + world.chunk_rows) for start in range(0, rows, world.chunk_rows)]
 
     def step() -> None:
@@ -137,7 +140,9 @@ def floor_step(world: World, cached: bool) -> Callable[[], None]:
                 logits @ w
                 logits.T @ z[chunk]
             z.T @ z
-        world.optimizer.step()
+        for parameter, gradient in zip(world.heads.parameters(), gradients, strict=True):
+            parameter.grad = gradient
+        finish(world)
 
     return step
 
@@ -162,9 +167,9 @@ def backbone_products(text: object, batch: int, length: int) -> list[tuple[Tenso
 
 
 def finish(world: World) -> None:
-    """The optimizer's step; gradients keep their memory, so that it is not counted as extra."""
+    """The optimizer's step; gradients are freed, as the Trainer does."""
     world.optimizer.step()
-    world.optimizer.zero_grad(set_to_none=False)
+    world.optimizer.zero_grad(set_to_none=True)
 
 
 def resident() -> tuple[int, int]:
@@ -174,13 +179,13 @@ def resident() -> tuple[int, int]:
     return found["VmRSS"], found["VmHWM"]
 
 
-def extra_memory(step: Callable[[], None]) -> int:
-    """Bytes that one step needs above what lives between steps."""
+def extra_memory(step: Callable[[], None], gradients: int = 0) -> int:
+    """Bytes that one step needs above what lives between steps and its gradients."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before, _ = resident()
     step()
-    return resident()[1] - before
+    return resident()[1] - before - gradients
 
 
 def run_arms(world: World, rounds: int, skip: set[str]) -> dict[str, dict[str, list[float]]]:
@@ -194,10 +199,11 @@ def run_arms(world: World, rounds: int, skip: set[str]) -> dict[str, dict[str, l
     }
     arms = {name: step for name, step in arms.items() if name not in skip}
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "extra": []} for name in arms}
+    gradients = sum(p.numel() * p.element_size() for p in world.heads.parameters())
     for number in range(rounds + 1):
         for name, step in arms.items():
             began, cpu = time.perf_counter(), time.process_time()
-            extra = extra_memory(step) if "floor" not in name else (step() or 0)
+            extra = extra_memory(step, gradients) if "floor" not in name else (step() or 0)
             if number:
                 found[name]["seconds"].append(time.perf_counter() - began)
                 found[name]["cpu"].append(time.process_time() - cpu)

@@ -219,7 +219,8 @@ def _training_names(training: dict[str, Any], where: str) -> dict[str, Any]:
             raise UserError(f"training.{key} cannot be set here", where=where, fix=f"use {TRAINING_RESERVED[key]}")
         if key not in allowed:
             raise unknown_training_name(key, allowed, where)
-        result[key] = _number(value)
+        # YAML reads a bare `no` as false; the library's strategies are called "no".
+        result[key] = "no" if value is False and key.endswith("_strategy") else _number(value)
     return result
 
 

@@ -157,6 +157,24 @@ class Trainee(nn.Module):
             ranked.append(ranks)
         return {"sums": torch.stack([term.sum for term in terms]), **_stack_ranks(ranked, labels)}
 
+    def _rows_one_by_one(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor) -> Tensor:
+        """A frozen backbone on a CPU: one line at a time stays in the caches, and only its rows are kept."""
+        length = input_ids.shape[1]
+        found = []
+        for line in range(len(input_ids)):
+            mask = attention_mask
+            if isinstance(mask, dict):
+                mask = {kind: one[line : line + 1] for kind, one in mask.items()}
+            elif mask is not None:
+                mask = mask[line : line + 1]
+            positions = None if position_ids is None else position_ids[line : line + 1]
+            hidden_TD = hidden_states(
+                self.backbone, input_ids[line : line + 1], attention_mask=mask, position_ids_BT=positions
+            )[0]
+            mine = (rows >= line * length) & (rows < (line + 1) * length)
+            found.append(hidden_TD.index_select(0, rows[mine] - line * length))
+        return torch.cat(found)
+
     @torch.no_grad()
     def _score(
         self,
@@ -195,6 +213,8 @@ class Trainee(nn.Module):
         return Projection(((rows_MD, weight),), bias, self.projection.scale, self.projection.softcap)
 
     def _rows(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor) -> Tensor:
+        if input_ids.device.type == "cpu" and not torch.is_grad_enabled() and len(input_ids) > 1:
+            return self._rows_one_by_one(input_ids, position_ids, attention_mask, rows)
         hidden_BTD = hidden_states(
             self.backbone, input_ids, attention_mask=attention_mask, position_ids_BT=position_ids
         )

@@ -112,6 +112,11 @@ def test_override_values_mean_what_they_say(tmp_path: Path, text: str, value: ob
     assert load_recipe(write(tmp_path), [f"training.lr_scheduler_type={text}"]).training["lr_scheduler_type"] == value
 
 
+def test_a_bare_no_is_the_name_of_a_strategy(tmp_path: Path) -> None:
+    recipe = load_recipe(write(tmp_path), ["training.save_strategy=no", "training.bf16=no"])
+    assert recipe.training["save_strategy"] == "no" and recipe.training["bf16"] is False
+
+
 @pytest.mark.parametrize("override", ["nonsense", "=3", "--nporc=2"])
 def test_broken_overrides_are_refused(tmp_path: Path, override: str) -> None:
     with pytest.raises(UserError):
