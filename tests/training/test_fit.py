@@ -85,8 +85,18 @@ def test_a_cache_is_built_once_resumed_by_shard_and_refused_when_stale(world: di
     assert "shifts: [2, 3, 4] there, [2, 3] here" in error.value.what
 
 
-@pytest.mark.parametrize("adapter", ["lora", "none"])
-@pytest.mark.parametrize("contract", ["own", "shared"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("adapter", "contract"),
+    [
+        ("lora", "own"),
+        ("none", "shared"),
+        pytest.param("lora", "shared", marks=SLOW),
+        pytest.param("none", "own", marks=SLOW),
+    ],
+)
 def test_medusa_2_changes_the_backbone_and_saves_it(world: dict, tmp_path: Path, adapter: str, contract: str) -> None:
     policy = {"kind": "joint", "adapter": adapter, "drift": {"max_ce_increase": None}}
     if adapter == "lora":
@@ -191,7 +201,7 @@ class Stop(TrainerCallback):
 
 RESUMED = [
     ("heads_only", {"gradient_accumulation_steps": 2}),
-    (CACHE, {"per_device_train_batch_size": 64}),
+    pytest.param(CACHE, {"per_device_train_batch_size": 64}, marks=SLOW),
     ({"kind": "joint", "lora": {"r": 2, "dropout": 0.3}, "drift": {"max_ce_increase": None}}, {}),
 ]
 
