@@ -139,17 +139,22 @@ class ConversationStream:
                 category=_optional_text(record.get("category")),
                 id=_optional_text(next((record[k] for k in ("id", "question_id", "prompt_id") if k in record), None)),
             )
-            if not self._keep_duplicates:
-                digest = int.from_bytes(
-                    hashlib.blake2b(repr(turns).encode("utf-8", "surrogatepass"), digest_size=8).digest(), "big"
-                )
-                if digest in self._seen:
-                    raise Dropped("exact duplicate")
-                self._seen.add(digest)
+            self._check_new(turns)
             return conversation
         except Dropped as drop:
             self.counts.drop(drop.reason, where, turns[0][1] if turns else "")
             return None
+
+    def _check_new(self, turns: list[tuple[str, str]]) -> None:
+        try:
+            data = "\0".join(part for turn in turns for part in turn).encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair: no tokenizer takes it
+            raise Dropped("broken unicode") from error
+        if not self._keep_duplicates:
+            digest = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
+            if digest in self._seen:
+                raise Dropped("exact duplicate")
+            self._seen.add(digest)
 
 
 def _optional_text(value: Any) -> str | None:

@@ -181,10 +181,14 @@ class Job:
         if self.journal.torn_bytes:
             say(f"{self.journal.path}: a half-written last line was removed; it will be made again")
         self.counts, self.manifest = JobCounts(), {}
-        self.done = {record["id"] for record in self.journal.records}
-        for record in self.journal.records:
-            self.counts.add(record)
-        self.journal.records.clear()
+        self.done: set[str] = set()
+        try:
+            for record in self.journal.read():
+                self.done.add(record["id"])
+                self.counts.add(record)
+        except BaseException:
+            self.journal.close()
+            raise
         self._started, self._tokens = time.monotonic(), 0
 
     def __enter__(self) -> Job:
@@ -198,7 +202,7 @@ class Job:
         rows."""
         job_hash = sha256_json({"base": identity, "settings": resolved})
         stored = read_manifest(self.out, self.shard)
-        if stored is not None and stored["job_hash"] != job_hash:
+        if stored is not None and stored.get("job_hash") != job_hash:
             raise UserError(
                 "the folder holds rows of another job: " + _differences(stored, identity, resolved),
                 where=str(self.out),
@@ -259,7 +263,7 @@ class Job:
 
 def _differences(stored: dict[str, Any], identity: dict[str, Any], resolved: dict[str, Any]) -> str:
     found = []
-    for old, new in ((stored["base"], identity), (stored["settings"], resolved)):
+    for old, new in ((stored.get("base", {}), identity), (stored.get("settings", {}), resolved)):
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name):
                 found.append(f"{name} {old.get(name)!r} there, {new.get(name)!r} now")

@@ -41,7 +41,7 @@ class Journal:
     def __init__(self, folder: str | Path, name: str = "rows.jsonl", required: Sequence[str] = ROW_FIELDS):
         import filelock
 
-        self.folder, self.path = Path(folder), Path(folder) / name
+        self.folder, self.path, self._required = Path(folder), Path(folder) / name, required
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(self.folder / f".{name}.lock")
@@ -56,15 +56,19 @@ class Journal:
             raise UserError(f"cannot be written: {error.strerror}", where=str(self.folder)) from error
         try:
             self.torn_bytes = _cut_torn_line(self.path)
-            self.records = [record for _, record in _read(self.path, required)] if self.path.exists() else []
             self._handle = open(self.path, "ab")  # noqa: SIM115 - open as long as the journal is
         except BaseException:
             self._lock.release()
             raise
 
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The records there are, one at a time."""
+        for _, record in _read(self.path, self._required):
+            yield record
+
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line in one piece and hands it to the operating system: a kill of this process cannot undo it."""
-        data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "surrogatepass") + b"\n"
+        data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
         try:
             self._handle.write(data)
             self._handle.flush()

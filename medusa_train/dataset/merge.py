@@ -28,7 +28,7 @@ def merge_shards(folders: Sequence[str | Path], out: str | Path) -> dict[str, An
         for _, record in journal_records(folder):
             records.setdefault(record["id"], record)
     with Journal(out) as journal:
-        present = {record["id"] for record in journal.records}
+        present = {record["id"] for record in journal.read()}
         if not present <= records.keys():
             raise UserError("the folder holds rows of another job", where=str(out), fix="give an empty --out")
         counts = JobCounts()

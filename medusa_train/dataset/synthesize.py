@@ -72,7 +72,7 @@ def synthesize(
     slots = [slot for slot in range(count) if in_shard(f"slot {slot}", shard)]
     tries: dict[int, list[dict[str, Any]]] = {slot: [] for slot in slots}
     with Journal(out, f"synthesized{shard_suffix(shard)}.jsonl", required=("slot", "try", "text")) as journal:
-        for record in journal.records:
+        for record in journal.read():
             tries.get(record["slot"], []).append(record)
         open_slots = [slot for slot in slots if _open(tries[slot])]
         if open_slots:

@@ -18,7 +18,7 @@ PAIR = [("user", "hi"), ("assistant", "hello")]
 
 
 def write(path: Path, *rows: object) -> Path:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return path
 
 
@@ -109,6 +109,7 @@ def test_large_json_arrays_are_read_piece_by_piece(tmp_path: Path, monkeypatch: 
 
 
 DROPS = {
+    "broken unicode": messages(("user", "half a \ud83d pair"), ("assistant", "y")),
     "assistant speaks first": messages(("assistant", "x"), ("user", "y")),
     "two turns of one role in a row": messages(("user", "x"), ("user", "y"), ("assistant", "z")),
     "empty turn": messages(("user", "x"), ("assistant", " \n")),

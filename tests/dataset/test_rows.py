@@ -34,10 +34,10 @@ def test_conversations_in_are_trained_or_dropped(tmp_path: Path) -> None:
     good = [messages(("user", f"hello {n}"), ("assistant", "fine")) for n in range(6)]
     path = write(tmp_path / "a.jsonl", *good, good[0], *DROPS.values())
     base = made_base("chatml", "byte-level")
-    with pytest.raises(UserError, match="10 of 16 rows were dropped"):
+    with pytest.raises(UserError, match="11 of 17 rows were dropped"):
         load_rows(path, base)
     found = load_rows(path, base, RowOptions(max_drop_fraction=1.0))
-    assert found.counts.conversations_in == 16
+    assert found.counts.conversations_in == 17
     assert found.counts.conversations_kept == 6 == len(found.rows)
     assert found.counts.drops == {**dict.fromkeys(DROPS, 1), "exact duplicate": 1}
     assert found.counts.tokens == sum(map(len, found.rows))
