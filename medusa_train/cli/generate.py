@@ -60,6 +60,14 @@ def command(
             rich_help_panel=SPEED,
         ),
     ] = "stored",
+    launch: Annotated[
+        str,
+        typer.Option(
+            help="How a round's forward is launched: auto (graph on CUDA, else eager), eager, graph, or compile "
+            "(torch.compile: faster on CPUs too, after a minute or more of compiling; needs a C++ compiler there).",
+            rich_help_panel=SPEED,
+        ),
+    ] = "auto",
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly afterwards and print both speeds.", rich_help_panel=SPEED)
     ] = False,
@@ -109,13 +117,20 @@ def command(
     ids = _prompt_ids(loaded, text, system, raw)
     draft = _chosen_tree(tree, opened)
     decoder = TreeDecoder(
-        loaded.model, opened.heads, draft, tokenizer=loaded.tokenizer, valid_vocab_size=len(loaded.tokenizer)
+        loaded.model,
+        opened.heads,
+        draft,
+        tokenizer=loaded.tokenizer,
+        valid_vocab_size=len(loaded.tokenizer),
+        launch=launch,
     )
     say(f"mode {mode.value} ({PROMISES[mode.value]}); {draft.num_nodes} guesses a round")
     done = _stream(decoder, ids, settings, loaded.tokenizer)
     say(_speed_line("with heads" if draft.num_nodes else "plain", done))
     if compare and draft.num_nodes:
-        plain = TreeDecoder(loaded.model, tokenizer=loaded.tokenizer, check=False).decode([ids], settings)[0]
+        plain = TreeDecoder(loaded.model, tokenizer=loaded.tokenizer, check=False, launch=launch).decode(
+            [ids], settings
+        )[0]
         say(_speed_line("plain", plain))
         per_token = plain.decode_seconds / len(plain.token_ids), done.decode_seconds / len(done.token_ids)
         same = "the same tokens" if plain.token_ids == done.token_ids else "other tokens"

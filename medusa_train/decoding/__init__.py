@@ -20,6 +20,7 @@ _HOMES = {
     "draw_tree": "tree_text",
     "first_divergence": "compare",
     "measure_overhead": "overhead",
+    "medusa_generate": "generation",
     "parse_tree": "tree_text",
 }
 

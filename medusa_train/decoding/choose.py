@@ -30,9 +30,11 @@ class Chooser:
     prompts: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, settings: DecodeSettings, prompts: list[list[int]], device: torch.device) -> Chooser:
-        """The chooser that `settings` describe."""
-        processors = settings.processors()
+    def of(
+        cls, settings: DecodeSettings, prompts: list[list[int]], device: torch.device, processors: Any = None
+    ) -> Chooser:
+        """The chooser that `settings` describe, with `processors` in place of theirs where given."""
+        processors = settings.processors() if processors is None else processors
         generators = None
         if settings.mode == "sample":
             generators = tuple(torch.Generator(device).manual_seed(settings.seed + row) for row in range(len(prompts)))

@@ -71,7 +71,7 @@ class TreeDecoder:
         self.position_limit = context_limit(plain_model(model).config)
         self.rope_switch = rope_switch(plain_model(model).config)
         way = resolve_launch(launch, self.device)
-        self.fixed = None if way == "eager" else FixedForwards(self, way)
+        self.fixed = None if way == "eager" else FixedForwards(self, way, may_fall_back=launch == "auto")
         self._cache: PreallocatedCache | None = None
         self._masks: TreeMasks | None = None
 
@@ -90,12 +90,16 @@ class TreeDecoder:
         *,
         on_round: OnRound | None = None,
         trace: bool = False,
+        processors: Any = None,
+        stop_rules: Sequence[Callable] = (),
     ) -> list[Decoded]:
         """Continues each prompt; prompts may differ in length.
 
         Args:
             on_round: called after each round of each unfinished row with (batch row, what happened).
             trace: keep proposals, tree tokens and targets of every round.
+            processors: transformers logits processors in place of those that the settings name.
+            stop_rules: further transformers stopping criteria.
         """
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         if not prompts or not all(prompts):
@@ -104,14 +108,16 @@ class TreeDecoder:
         self.model.eval()
         try:
             with torch.inference_mode():
-                return Rounds(self, prompts, settings, on_round, trace).finish()
+                return Rounds(self, prompts, settings, on_round, trace, processors, stop_rules).finish()
         finally:
             self.model.train(was_training)
 
     def room(self, batch: int, capacity: int) -> tuple[PreallocatedCache, TreeMasks]:
         """Cache and masks for a request, kept for the next one where they fit it and are not far too large."""
         cache, masks = self._cache, self._masks
-        if cache is None or cache.batch != batch or not capacity <= cache.capacity <= 4 * capacity:
+        # What was recorded or compiled for a cache is worth more than the room that a smaller one would save.
+        largest = 4 * capacity if self.fixed is None or cache is None else cache.capacity
+        if cache is None or cache.batch != batch or not capacity <= cache.capacity <= largest:
             # Rounded up, so that requests of about one size share one allocation.
             step = BUCKET if self.fixed is not None else 64
             capacity = -(-capacity // step) * step

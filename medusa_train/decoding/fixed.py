@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from medusa_train.console import say
 from medusa_train.decoding.cache import PreallocatedCache
 from medusa_train.decoding.masks import TreeMasks
 from medusa_train.errors import unknown_name
@@ -52,12 +53,20 @@ class FixedForward:
     Args:
         launch: `fixed` (eager), `graph` (CUDA) or `compile`.
         bucket: slots that attention reads; a multiple of BUCKET, within the cache's capacity.
+        may_fall_back: a forward that cannot be recorded runs eagerly, with a note, instead of failing.
     """
 
     def __init__(
-        self, decoder: TreeDecoder, cache: PreallocatedCache, masks: TreeMasks, bucket: int, launch: Launch
+        self,
+        decoder: TreeDecoder,
+        cache: PreallocatedCache,
+        masks: TreeMasks,
+        bucket: int,
+        launch: Launch,
+        may_fall_back: bool,
     ) -> None:
         self._decoder, self._cache, self._masks, self.bucket = decoder, cache, masks, bucket
+        self._may_fall_back = may_fall_back
         buffers, device = decoder.buffers, decoder.device
         rows = buffers.num_rows
         self._order_N = torch.arange(rows, device=device)
@@ -99,6 +108,8 @@ class FixedForward:
             return self._run()
         if self._graph is None:
             self._record()
+        if self._graph is None:
+            return self._run()
         self._graph.replay()
         return self._outputs
 
@@ -110,16 +121,25 @@ class FixedForward:
             for _ in range(WARM_UPS):
                 self._forward()
         torch.cuda.current_stream(self._decoder.device).wait_stream(side)
-        self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
-            self._outputs = self._forward()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph):
+                self._outputs = self._forward()
+        except RuntimeError as error:
+            # Some families wait for the device inside their forward (routing of experts, say).
+            if not self._may_fall_back:
+                raise
+            say(f"note: this model's forward cannot be recorded as a CUDA graph, it runs eagerly ({error})")
+            self._launch = "fixed"
+            return
+        self._graph = graph
 
 
 class FixedForwards:
     """One FixedForward for each bucket of the cache in use."""
 
-    def __init__(self, decoder: TreeDecoder, launch: Launch) -> None:
-        self._decoder, self._launch = decoder, launch
+    def __init__(self, decoder: TreeDecoder, launch: Launch, may_fall_back: bool = False) -> None:
+        self._decoder, self._launch, self._may_fall_back = decoder, launch, may_fall_back
         self._cache: PreallocatedCache | None = None
         self._by_bucket: dict[int, FixedForward] = {}
 
@@ -132,7 +152,9 @@ class FixedForwards:
         need = length + tokens_1N.shape[1]
         bucket = min(cache.capacity, -(-need // BUCKET) * BUCKET)
         if bucket not in self._by_bucket:
-            self._by_bucket[bucket] = FixedForward(self._decoder, cache, masks, bucket, self._launch)
+            self._by_bucket[bucket] = FixedForward(
+                self._decoder, cache, masks, bucket, self._launch, self._may_fall_back
+            )
         return self._by_bucket[bucket](tokens_1N, length)
 
 

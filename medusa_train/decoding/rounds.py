@@ -8,9 +8,9 @@ Shape letters: B batch, N tree rows, D hidden, V vocabulary, L path width.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -50,9 +50,11 @@ class Rounds:
         settings: DecodeSettings,
         on_round: OnRound | None,
         trace: bool,
+        processors: Any = None,
+        stop_rules: Sequence[Callable] = (),
     ) -> None:
         self.d, self.settings, self.on_round, self.trace = decoder, settings, on_round, trace
-        self.stop = StopRules.of(decoder.model, decoder.tokenizer, settings)
+        self.stop = StopRules.of(decoder.model, decoder.tokenizer, settings, stop_rules)
         limit = decoder.position_limit
         for prompt in prompts:
             if limit is not None and len(prompt) > limit:
@@ -66,7 +68,7 @@ class Rounds:
             for prompt, most in zip(prompts, limits, strict=True):
                 decoder.rope_switch.check(len(prompt), most, decoder.tree.depth)
         self.answers = [_Answer(prompt, most) for prompt, most in zip(prompts, limits, strict=True)]
-        self.chooser = Chooser.of(settings, [answer.prompt for answer in self.answers], decoder.device)
+        self.chooser = Chooser.of(settings, [answer.prompt for answer in self.answers], decoder.device, processors)
         capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + decoder.buffers.num_rows
         self.cache, self.masks = decoder.room(len(prompts), capacity)
         self.lengths = [len(prompt) for prompt in prompts]

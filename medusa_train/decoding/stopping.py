@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,36 +16,39 @@ from medusa_train.modeling.backbone import plain_model
 
 @dataclass(frozen=True)
 class StopRules:
-    """Stop tokens and strings of one run."""
+    """Stop tokens of one run, and transformers stopping criteria (stop strings are one)."""
 
     token_ids: frozenset[int]
-    strings: Any = None
+    criteria: tuple[Callable, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, tokenizer: Any, settings: DecodeSettings) -> StopRules:
-        """The settings' stop tokens, else every eos id of the model's generation_config; and stop strings.
+    def of(
+        cls, model: nn.Module, tokenizer: Any, settings: DecodeSettings, criteria: Sequence[Callable] = ()
+    ) -> StopRules:
+        """The settings' stop tokens, else every eos id of the model's generation_config; stop strings; `criteria`.
 
         Raises:
             UserError: stop strings without a tokenizer.
         """
         ids = eos_token_ids(model) if settings.stop_token_ids is None else settings.stop_token_ids
         if not settings.stop_strings:
-            return cls(frozenset(ids))
+            return cls(frozenset(ids), tuple(criteria))
         if tokenizer is None:
             raise UserError("stop strings need the tokenizer")
         from transformers import StopStringCriteria
 
-        return cls(frozenset(ids), StopStringCriteria(tokenizer, list(settings.stop_strings)))
+        strings = StopStringCriteria(tokenizer, list(settings.stop_strings))
+        return cls(frozenset(ids), (*criteria, strings))
 
     def at(self, prompt: list[int], generated: list[int], token: int) -> bool:
         """Whether the text ends with `token` after `generated`."""
         if token in self.token_ids:
             return True
-        if self.strings is None:
+        if not self.criteria:
             return False
-        # The criterion looks back a bounded number of tokens; the prompt counts, as it does in generate.
+        # The prompt counts, as it does in generate.
         ids = torch.tensor([[*prompt, *generated, token]])
-        return bool(self.strings(ids, None)[0])
+        return any(bool(criterion(ids, None)[0]) for criterion in self.criteria)
 
 
 def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
