@@ -42,9 +42,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", dict(_SMALL, head_dim=16, tie_word_embeddings=True)),
     "gemma2": (
         "gemma2",
-        dict(
-            _SMALL, head_dim=16, sliding_window=24, final_logit_softcapping=30.0, attn_logit_softcapping=50.0
-        ),
+        dict(_SMALL, head_dim=16, sliding_window=24, final_logit_softcapping=30.0, attn_logit_softcapping=50.0),
     ),
     "gemma3": ("gemma3_text", dict(_SMALL, head_dim=16, sliding_window=24, sliding_window_pattern=2)),
     "phi3": ("phi3", dict(_SMALL)),
