@@ -314,10 +314,22 @@ def child():
             os._exit(code)
     return pid
 
+def size():
+    journal = os.path.join(out, "rows.jsonl")
+    return os.path.getsize(journal) if os.path.exists(journal) else 0
+
+def running(pid):
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+
 killed = 0
-for _ in range(kills):
-    pid = child()
-    time.sleep(chance.uniform(0.01, 0.3))
+for number in range(kills):
+    before, pid = size(), child()
+    if number % 2:
+        # By progress, not by the clock: a fast machine would be done before the last kill, a slow one not begun.
+        growth = chance.randint(1, 1500)
+        while running(pid) and size() < before + growth:
+            time.sleep(0.001)
+    time.sleep(chance.uniform(0, 0.03))
     os.kill(pid, signal.SIGKILL)
     killed += os.WIFSIGNALED(os.waitpid(pid, 0)[1])
 print("killed", killed)
@@ -325,6 +337,7 @@ assert os.waitpid(child(), 0)[1] == 0
 """
 
 
+@pytest.mark.slow
 def test_killed_twenty_times_and_resumed(folder: Path, base, tmp_path: Path) -> None:
     """SIGKILL at 20 random moments; then the rows are those of one uninterrupted run, and every line is whole."""
     rows = [{"prompt": f"Write {n} things.", "id": str(n)} for n in range(60)]
