@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from medusa_train.cli.options import BaseOption, DeviceOption, DtypeOption, QuantizationOption, TrustRemoteCodeOption
 from medusa_train.errors import UserError
 
 
@@ -138,17 +139,12 @@ def command(
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of report.json and stop.", rich_help_panel=OUTPUT)
     ] = False,
-    base: Annotated[
-        str | None,
-        typer.Option(help="Where the backbone lies, if not where the checkpoint says.", show_default=False),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="torch device.", show_default="an accelerator, else cpu")] = None,
-    quantization: Annotated[str | None, typer.Option(help="8bit or 4bit (bitsandbytes).")] = None,
+    base: BaseOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    quantization: QuantizationOption = None,
     attn_implementation: Annotated[str | None, typer.Option(help="sdpa or eager.", show_default=False)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base. Only for bases you trust.")
-    ] = False,
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Measure accepted length, speed and exactness of a checkpoint's heads: real tree decoding against plain decoding.
 

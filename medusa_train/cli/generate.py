@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from medusa_train.cli.options import BaseOption, DeviceOption, DtypeOption, QuantizationOption, TrustRemoteCodeOption
 from medusa_train.errors import UserError
 
 
@@ -71,17 +72,11 @@ def command(
     compare: Annotated[
         bool, typer.Option("--compare", help="Decode plainly afterwards and print both speeds.", rich_help_panel=SPEED)
     ] = False,
-    base: Annotated[
-        str | None, typer.Option(help="Where the backbone lies, if not where the checkpoint says.", show_default=False)
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="torch device.  [default: an accelerator, else cpu]", show_default=False)
-    ] = None,
-    quantization: Annotated[str | None, typer.Option(help="8bit or 4bit (bitsandbytes).", show_default=False)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base. Only for bases you trust.")
-    ] = False,
+    base: BaseOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    quantization: QuantizationOption = None,
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Stream an answer with the heads on; it ends with tokens per round and speed.
 

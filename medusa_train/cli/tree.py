@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from medusa_train.cli.options import BaseOption, DeviceOption, DtypeOption, QuantizationOption, TrustRemoteCodeOption
 from medusa_train.errors import UserError
 
 TABLE_SIZES = (8, 16, 32, 64)
@@ -103,17 +104,11 @@ def command(
     out: Annotated[
         Path | None, typer.Option(help="Also write tree.json's content to this file.", show_default=False)
     ] = None,
-    base: Annotated[
-        str | None, typer.Option(help="Where the backbone lies, if not where the checkpoint says.", show_default=False)
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), bfloat16, float16 or float32.")] = "auto",
-    device: Annotated[
-        str | None, typer.Option(help="torch device.  [default: an accelerator, else cpu]", show_default=False)
-    ] = None,
-    quantization: Annotated[str | None, typer.Option(help="8bit or 4bit (bitsandbytes).", show_default=False)] = None,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code that comes with the base. Only for bases you trust.")
-    ] = False,
+    base: BaseOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = None,
+    quantization: QuantizationOption = None,
+    trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Search the tree of guesses that the decoder verifies in one pass.
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from medusa_train.console import say, waiting
+from medusa_train.console import waiting
 from medusa_train.errors import UserError
 from medusa_train.modeling.fingerprint import fingerprint_folder
 from medusa_train.modeling.sources import Source, find_source, quiet_transformers
@@ -180,13 +180,3 @@ def _quantization_config(kind: str) -> Any:
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
     )
-
-
-def warn_if_padded(base: Base) -> int:
-    """Rows of the vocabulary the tokenizer can name; says so where the model's projection has more."""
-    from medusa_train.modeling.backbone import output_projection
-
-    rows, valid = output_projection(base.model).vocab_size, len(base.tokenizer)
-    if rows > valid:
-        say(f"{base.name}: projection has {rows} rows, tokenizer {valid}; the padding rows are never proposed")
-    return min(rows, valid)
