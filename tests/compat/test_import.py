@@ -72,6 +72,24 @@ def test_fasterdecoding_own(tmp_path: Path, base: Base, hidden, layers: int, suf
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_biases_of_projections_are_kept(tmp_path: Path, base: Base, hidden, everywhere: bool) -> None:
+    """An lm_head with a bias gives heads with one; a head that has none in the file has zeros."""
+    state = fasterdecoding_state(base, 2, 1)
+    biases = [torch.randn(base.model.config.vocab_size), torch.zeros(base.model.config.vocab_size)]
+    if everywhere:
+        biases[1] = torch.randn(base.model.config.vocab_size)
+    for i in range(2 if everywhere else 1):
+        state[f"{i}.1.bias"] = biases[i]
+    write_fasterdecoding(tmp_path / "fd", base, state, heads=2, layers=1)
+    assert import_heads(tmp_path / "fd", tmp_path / "out").contract == "own"
+    loaded = load_checkpoint(tmp_path / "out", base, verify="hashes")
+    bare = {name: tensor for name, tensor in state.items() if not name.endswith(".1.bias")}
+    expected = consumers._tgi_own(bare, 2, 1)(hidden)
+    for head, found in enumerate(our_logits(loaded.heads, base, hidden)):
+        torch.testing.assert_close(found, expected[head] + biases[head], rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("layers", [1, 2])
 def test_fasterdecoding_shared_and_into_own(tmp_path: Path, base: Base, hidden, layers: int) -> None:
     state = fasterdecoding_state(base, 2, layers, shared=True)
