@@ -168,15 +168,21 @@ def memory_of(
 
 
 def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, compute: int) -> int:
-    """One chunk of logits, and one projection in the computing dtype with its gradient before it is summed."""
+    """One chunk of logits, and one trained projection in the computing dtype with its gradient before it is summed.
+
+    The loss computes the projections' gradients; with accumulation they stand beside the ones of earlier micro-batches.
+    """
     rows = recipe.loss.chunk_rows
     vocabulary = heads.projection_rows if isinstance(recipe.policy, HeadsOnly) else shape.vocab
     import torch
 
     buffers = loss_buffer_bytes(rows, vocabulary, compute, not torch.cuda.is_available())
     sides = 2 if isinstance(recipe.policy, SelfDistill) else 1
-    trained = heads.contract != "shared"
-    return sides * buffers + (2 if trained else 1) * vocabulary * shape.hidden * compute
+    if heads.contract == "shared":
+        return sides * buffers
+    projection = vocabulary * shape.hidden
+    beside = int(recipe.training.get("gradient_accumulation_steps", 1)) > 1
+    return sides * buffers + projection * (2 * compute + (heads.medusa_num_heads * FP32 if beside else 0))
 
 
 def activation_bytes(recipe: Recipe, shape: BackboneShape, tokens: int, compute: int) -> int:

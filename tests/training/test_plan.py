@@ -189,7 +189,7 @@ labels = torch.randint(0, 49152, (3, len(rows)))
 for _ in range(2):
     with torch.autocast("cpu", torch.bfloat16):
         trainee(labels, rows=rows, input_ids=ids)["sums"].sum().backward()
-    optimizer.step(); optimizer.zero_grad(set_to_none=False)
+    optimizer.step(); optimizer.zero_grad()
 weights = plan.memory.parts["backbone weights"]
 print(status("VmHWM") - before, plan.memory.total - weights)
 """
