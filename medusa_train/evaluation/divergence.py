@@ -1,24 +1,15 @@
 """Where a greedy arm leaves plain greedy decoding's text, and whether rounding can explain it.
 
-In fp32 nothing explains it: a divergence is a failure. In bf16 and fp16 the two arms multiply the same numbers in
-matrices of other heights, sums are rounded in another order, and two candidates whose logits nearly tie can change
-places. A divergence is a near-tie when BOTH tokens stand within `NEAR_TIE_ULPS` units in the last place of the highest
-logit, recomputed by one forward over the whole text; anything wider is a failure.
-
-Why 6: three stock ways of computing the same logits (the whole text in one forward, 16 rows at a time, one row at a
-time) were compared at 1,026 places of SmolLM2-135M's greedy answers in bf16. The difference between the two best logits
-moved by 0 units at the median, 2 at the 99 % quantile and 5 at most. The bound is the first above what was seen.
+The rule and the reason for its bound are in `decoding.near_tie`; the logits are recomputed by one forward over the
+whole text.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-NEAR_TIE_ULPS = 6
-# Stored bits of the significand: one unit in the last place of x is 2**(floor(log2 |x|) - bits).
-SIGNIFICAND_BITS = {"bfloat16": 7, "float16": 10}
+from medusa_train.decoding.near_tie import NEAR_TIE_ULPS, SIGNIFICAND_BITS, near_tie_bound
 
 # token ids of the whole text so far -> the logits of the next token, as a sequence of floats
 NextLogits = Callable[[Sequence[int]], Sequence[float]]
@@ -34,11 +25,6 @@ def bound_rule(dtype: str) -> str:
         f"place of the highest logit (one unit is {2.0 ** (4 - bits):g} for logits of 16 to 32), else it is a failure. "
         "Other matrix heights alone were seen to move the difference of the two best logits by up to 5 units"
     )
-
-
-def ulp(value: float, dtype: str) -> float:
-    """One unit in the last place of `value` in a 16-bit format."""
-    return 2.0 ** (math.floor(math.log2(max(abs(value), 1e-6))) - SIGNIFICAND_BITS[dtype])
 
 
 def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
@@ -86,7 +72,7 @@ def judge(
     found["top_logit"] = top
     if dtype not in SIGNIFICAND_BITS:
         return {**found, "reason": f"{dtype} arms must agree token for token"}
-    found["bound"] = NEAR_TIE_ULPS * ulp(top, dtype)
+    found["bound"] = near_tie_bound(top, dtype)
     gap = top - min(found["plain_logit"], found["arm_logit"])
     near = gap <= found["bound"]
     found["verdict"] = "near-tie" if near else "failure"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_train.evaluation.divergence import NEAR_TIE_ULPS, bound_rule, first_divergence, judge, ulp
+from medusa_train.decoding.near_tie import NEAR_TIE_ULPS, ulp
+from medusa_train.evaluation.divergence import bound_rule, first_divergence, judge
 
 
 @pytest.mark.parametrize(
