@@ -97,7 +97,7 @@ def _open(members: list[tuple[str, Path]], request: ArmRequest, options: RunOpti
     for (label, _), checkpoint in zip(members, loaded, strict=True):
         for text in request.trees:
             tree, info = _tree(text, checkpoint)
-            decoder = TreeDecoder(base.model, checkpoint.heads, tree)
+            decoder = TreeDecoder(base.model, checkpoint.heads, tree, valid_vocab_size=len(base.tokenizer))
             for mode in request.modes:
                 name = ", ".join(([label] if several else []) + [info.name, mode])
                 infos.append(

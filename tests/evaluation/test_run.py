@@ -223,6 +223,36 @@ def test_two_checkpoints_of_one_base_stand_side_by_side(tiny_checkpoint, prompt_
     assert report.arms[0].tokens_per_round == report.arms[1].tokens_per_round
 
 
+def test_rows_that_pad_the_vocabulary_are_never_proposed(tmp_path, prompt_file):
+    """Here such rows have the largest logits of all; the text is still plain decoding's, and guesses are tokens."""
+    import torch
+
+    from medusa_train.checkpoint import save_checkpoint
+    from medusa_train.modeling.backbone import output_projection
+    from medusa_train.modeling.base import load_base
+    from medusa_train.modeling.heads import HeadsConfig, new_heads
+    from tests.tiny import save_tiny_base, tiny_tokenizer
+
+    words = len(tiny_tokenizer())
+    folder = save_tiny_base(tmp_path / "base", "llama", seed=3, vocab_size=words + 8)
+    base = load_base(str(folder), dtype="float32", device="cpu")
+    heads = new_heads(HeadsConfig("own", 2, 1, 32, words + 8, projection_bias=False), output_projection(base.model))
+    with torch.no_grad():
+        for linear in heads.projections:
+            linear.weight[words:] = 100 * linear.weight[:8]
+            linear.weight[words::2] *= -1
+    tree = {"format": 1, "paths": [[0], [1], [0, 0]]}
+    how = {"recipe": {}, "policy": "heads_only", "data_manifest_hash": None, "training": {}, "tree": tree}
+    checkpoint = save_checkpoint(tmp_path / "heads", heads, base, **how)
+    trace = tmp_path / "trace.jsonl"
+    report, _ = run(checkpoint, prompt_file, tmp_path / "out")
+    assert report.passed
+    result = cli(checkpoint, "--suite", prompt_file, "--max-new-tokens", 8, "--out", tmp_path / "o", "--trace", trace)
+    assert result.exit_code == 0, result.output
+    proposed = [token for line in trace.read_text().splitlines() for token in json.loads(line)["proposed"]]
+    assert proposed and max(proposed) < words
+
+
 def cli(*arguments):
     return CliRunner().invoke(build_app(), ["eval-acceptance", *map(str, arguments)])
 
