@@ -130,10 +130,12 @@ def command(
         "quantization": quantization,
     }
     from medusa_train.checkpoint import load_checkpoint, load_with_base, store_tree
-    from medusa_train.cli.tree_work import TreeJob, say_stored, show_tree
+    from medusa_train.cli.tree_work import TreeJob, data_sha256, say_stored, show_tree
 
+    known = load_checkpoint(checkpoint)
+    options["data_sha256"] = data_sha256(known.manifest.recipe, data or [])
     if store and not again:
-        present = load_checkpoint(checkpoint).tree
+        present = known.tree
         if present is not None and present.get("options") == options:
             show_tree(present)
             say_stored(checkpoint, "already there, searched with these options (--again searches anew)")

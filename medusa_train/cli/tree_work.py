@@ -22,6 +22,7 @@ from medusa_train.decoding.settings import DecodeSettings
 from medusa_train.decoding.tree import DraftTree
 from medusa_train.decoding.tree_text import draw_tree, parse_tree
 from medusa_train.errors import UserError
+from medusa_train.provenance import sha256_file, sha256_json
 
 # Below this part of greedy tokens the text is not what greedy decoding would say, and replay is only an estimate.
 GREEDY_ENOUGH = 0.97
@@ -202,6 +203,17 @@ def show_tree(content: dict[str, Any]) -> None:
 def say_stored(folder: str | Path, how: str) -> None:
     """Says where the tree is."""
     say(f"{Path(folder) / 'tree.json'}: {how}")
+
+
+def data_sha256(recipe: dict[str, Any], paths: Sequence[str]) -> str:
+    """Hash of the files that `calibration_rows` would read, so that a tree of other rows is searched anew."""
+    from medusa_train.dataset.files import sources_of
+
+    data = recipe.get("data") or {}
+    names = list(paths) or data.get("heldout") or data.get("train") or []
+    names = [names] if isinstance(names, str) else names
+    files = [file for name in names for file in (sources_of(name) if Path(name).exists() else [name])]
+    return sha256_json([[str(file), sha256_file(file) if Path(file).is_file() else None] for file in files])
 
 
 def calibration_rows(base: Any, recipe: dict[str, Any], paths: Sequence[str]) -> list[Any]:

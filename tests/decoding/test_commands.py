@@ -75,6 +75,14 @@ def test_tree_searches_stores_and_says(checkpoint: Path) -> None:
     again = run("tree", str(checkpoint), "--nodes", "8", "--device", "cpu")
     assert "already there" in again.stderr
     assert "calibrating" not in again.stderr
+    # Other rows in the same file: searched anew.
+    rows = checkpoint.parent / "rows.jsonl"
+    text = rows.read_text()
+    rows.write_text("".join(text.splitlines(keepends=True)[:-2]))
+    try:
+        assert "already there" not in run("tree", str(checkpoint), "--nodes", "8", "--device", "cpu").stderr
+    finally:
+        rows.write_text(text)
 
 
 def test_tree_auto_measures(checkpoint: Path, tmp_path: Path) -> None:
