@@ -5,7 +5,8 @@
 
 1. identity: greedy with a tree equals transformers' generate on a real model, float32 token for token; bfloat16 token
    for token or at near-ties that are shown; launched eagerly and as CUDA graphs.
-2. overhead: what a round of 1..128 rows costs in plain steps, on a random Llama of 7B shape in bfloat16.
+2. overhead: what a round of 1..128 rows costs in plain steps, on a random Llama of 7B shape in bfloat16, launched
+   eagerly, with fixed shapes, and with flex attention in place of sdpa (CUDA only).
 3. training: the model answers prompts, heads are trained, a tree is searched, and the report is written, by the same
    commands that anybody would use.
 
@@ -144,7 +145,9 @@ def identity(base: str, size: Size, device: str) -> list[dict[str, Any]]:
         prompts = [render_prompt(loaded, one.messages) for one in conversations]
         expected = [_generate(loaded.model, prompt, size.tokens) for prompt in prompts]
         tree = independent_tree(bench_decode.CHANCES, 31).tree
-        for launch in ("eager", "graph") if device == "cuda" else ("eager", "fixed"):
+        ways = [("sdpa", "eager"), ("sdpa", "graph"), ("flex_attention", "graph")]
+        for attention, launch in ways if device == "cuda" else [("sdpa", "eager"), ("sdpa", "fixed")]:
+            loaded.model.set_attn_implementation(attention)
             decoder = TreeDecoder(loaded.model, heads, tree, launch=launch)
             settings = DecodeSettings(max_new_tokens=size.tokens)
             parted = []
@@ -155,14 +158,16 @@ def identity(base: str, size: Size, device: str) -> list[dict[str, Any]]:
                     parted.append({**asdict(divergence), "near_tie": divergence.near_tie})
             exact = dtype == "float32"
             passed = not parted if exact else all(one["near_tie"] for one in parted)
-            rows.append({"dtype": dtype, "launch": launch, "prompts": len(prompts), "parted": parted, "passed": passed})
+            how = {"dtype": dtype, "launch": launch, "attention": attention}
+            rows.append({**how, "prompts": len(prompts), "parted": parted, "passed": passed})
     table(
         "greedy with a 31-node tree against transformers' generate",
-        ("dtype", "launch", "prompts", "identical", "near-ties", "passed"),
+        ("dtype", "launch", "attention", "prompts", "identical", "near-ties", "passed"),
         [
             (
                 row["dtype"],
                 row["launch"],
+                row["attention"],
                 row["prompts"],
                 row["prompts"] - len(row["parted"]),
                 sum(one["near_tie"] for one in row["parted"]),
@@ -193,7 +198,10 @@ def overhead(size: Size, device: str) -> list[dict[str, Any]]:
     projection = bench_decode.output_projection(model)
     heads = new_heads(HeadsConfig("own", 4, 1, config.hidden_size, config.vocab_size), projection)
     results = []
-    for launch in ("eager", "graph") if device == "cuda" else ("eager", "fixed"):
+    ways = [("sdpa", "eager"), ("sdpa", "graph"), ("flex_attention", "graph")]
+    for attention, launch in ways if device == "cuda" else [("sdpa", "eager"), ("sdpa", "fixed")]:
+        model.set_attn_implementation(attention)
+        say(f"attention {attention}")
         measured = bench_decode.run(
             model,
             heads,
@@ -202,9 +210,11 @@ def overhead(size: Size, device: str) -> list[dict[str, Any]]:
             rounds=8,
             repeats=size.repeats,
             launch=launch,
+            # Flex attention is compiled for every length that generate meets; the other two arms timed it already.
+            generate=attention == "sdpa",
         )
         bench_decode.show(measured)
-        results.append(measured)
+        results.append({**measured, "attention": attention})
     return results
 
 

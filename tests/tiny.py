@@ -51,6 +51,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox": ("gpt_neox", {k: v for k, v in _SMALL.items() if k != "num_key_value_heads"}),
     "gpt2": ("gpt2", dict(n_embd=32, n_layer=2, n_head=4, n_positions=512)),
     "mixtral": ("mixtral", dict(_SMALL, num_local_experts=4, num_experts_per_tok=2)),
+    "qwen3_moe": (
+        "qwen3_moe",
+        dict(_SMALL, head_dim=16, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
     "granite": ("granite", dict(_SMALL, logits_scaling=2.0)),
 }
 

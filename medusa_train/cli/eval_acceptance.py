@@ -143,7 +143,9 @@ def command(
     dtype: DtypeOption = "auto",
     device: DeviceOption = None,
     quantization: QuantizationOption = None,
-    attn_implementation: Annotated[str | None, typer.Option(help="sdpa or eager.", show_default=False)] = None,
+    attn_implementation: Annotated[
+        str | None, typer.Option(help="sdpa, eager or, on CUDA, flex_attention.", show_default=False)
+    ] = None,
     trust_remote_code: TrustRemoteCodeOption = False,
 ) -> None:
     """Measure accepted length, speed and exactness of a checkpoint's heads: real tree decoding against plain decoding.

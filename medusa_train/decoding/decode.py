@@ -56,15 +56,15 @@ class TreeDecoder:
         launch: str = "auto",
     ) -> None:
         tree = tree or DraftTree()
+        self.device = decoder_of(model).get_input_embeddings().weight.device
         if check:
-            _check_attention(model)
+            _check_attention(model, self.device)
             check_supported(model)
             attention_windows(model)
         if heads is None and tree.num_nodes:
             raise UserError("a tree with guesses needs heads to fill it")
         self.model, self.heads, self.tree, self.tokenizer = model, heads, tree, tokenizer
         self.projection = output_projection(model, valid_vocab_size)
-        self.device = decoder_of(model).get_input_embeddings().weight.device
         self.dtype = next(p.dtype for p in decoder_of(model).parameters() if p.dtype.is_floating_point)
         self.buffers = self._build_buffers()
         self.is_leaf = self.buffers.leaf_N.tolist()
@@ -151,11 +151,14 @@ def decode(
     return decoder.decode([prompt_ids], DecodeSettings(**settings), on_round=on_round, trace=trace)[0]
 
 
-def _check_attention(model: nn.Module) -> None:
+def _check_attention(model: nn.Module, device: torch.device) -> None:
     kind = plain_model(model).config._attn_implementation
-    if kind not in ("sdpa", "eager"):
+    # transformers hands a dense mask on to flex attention as a score modification, so the tree's mask is the same one.
+    # On a CPU torch's compiled flex kernel corrupts memory at the few rows of a round (seen with 2.13).
+    allowed = ("sdpa", "eager", "flex_attention") if device.type == "cuda" else ("sdpa", "eager")
+    if kind not in allowed:
         raise UserError(
-            f"attention {kind!r} takes no 4-D mask, which tree verification needs",
-            allowed="sdpa, eager",
+            f"attention {kind!r} on {device.type} cannot run tree verification, which needs a 4-D mask",
+            allowed=", ".join(allowed),
             fix="load the base with attn_implementation='sdpa'",
         )

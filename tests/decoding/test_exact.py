@@ -310,6 +310,24 @@ def test_attention_without_masks_is_refused() -> None:
         TreeDecoder(model, check=True)
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3"])
+@pytest.mark.parametrize("launch", ["eager", "fixed"])
+def test_flex_attention_takes_the_tree_s_mask(family: str, launch: str) -> None:
+    """Flex attention's own arithmetic, uncompiled; the compiled kernel is for CUDA (scripts/gpu_check.py runs it)."""
+    model = tiny_model(family, vocab_size=VOCAB)
+    prompts = [random_prompt(length, length) for length in (3, 40)]
+    expected = [generated(model, prompt, 20) for prompt in prompts]
+    heads = random_heads(model)
+    model.set_attn_implementation("flex_attention")
+    with pytest.raises(UserError, match="'flex_attention' on cpu"):
+        TreeDecoder(model, heads, WIDE)
+    with torch.compiler.set_stance("force_eager"):
+        decoder = TreeDecoder(model, heads, WIDE, check=False, launch=launch)
+        found = [decoder.decode([prompt], DecodeSettings(max_new_tokens=20))[0] for prompt in prompts]
+        ragged = decoder.decode(prompts, DecodeSettings(max_new_tokens=20))
+    assert [one.token_ids for one in found] == [one.token_ids for one in ragged] == expected
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(16))
 def test_property_greedy_equals_generate(part: int) -> None:
