@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import os
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as `medusa-train fit` sets it, for all arms alike
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it once; see keep_freed_memory below
 
 import argparse
 import ctypes
@@ -47,6 +47,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from medusa_train.allocator import keep_freed_memory
 from medusa_train.console import human_bytes, say, table
 from medusa_train.modeling.backbone import hidden_states, output_projection
 from medusa_train.modeling.base import load_base
@@ -203,7 +204,7 @@ def extra_memory(step: Callable[[], None], gradients: int = 0) -> int:
 
 
 def run_arms(world: World, rounds: int, skip: set[str]) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every arm's steps, one step of each in turn, and its extra memory in the last round."""
+    """Seconds of every arm's steps, one step of each in turn; then one more step of each for its extra memory."""
     arms = {
         "plain": plain_step(world),
         "ours": our_step(world, cached=False),
@@ -214,15 +215,17 @@ def run_arms(world: World, rounds: int, skip: set[str]) -> dict[str, dict[str, l
     arms = {name: step for name, step in arms.items() if name not in skip}
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "extra": []} for name in arms}
     gradients = sum(p.numel() * p.element_size() for p in world.heads.parameters())
-    for number in range(rounds + 1):
+    for number in range(rounds + 2):
         for name, step in arms.items():
+            if number == rounds + 1:  # measuring memory gives it back first, which would cost the steps time
+                found[name]["extra"].append(extra_memory(step, gradients))
+                continue
             began, cpu = time.perf_counter(), time.process_time()
-            extra = extra_memory(step, gradients) if "floor" not in name else (step() or 0)
+            step()
             if number:
                 found[name]["seconds"].append(time.perf_counter() - began)
                 found[name]["cpu"].append(time.process_time() - cpu)
-                found[name]["extra"].append(extra)
-        say(f"round {number} of {rounds} done")
+        say(f"round {number} of {rounds} done" if number <= rounds else "memory measured")
     return found
 
 
@@ -315,6 +318,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="also where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the raw figures here")
     asked = parser.parse_args()
+    keep_freed_memory()  # as `medusa-train fit` does, for all arms alike
     torch.set_num_threads(asked.threads)
     if asked.vocabularies:
         by_vocabulary()

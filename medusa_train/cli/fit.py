@@ -26,12 +26,10 @@ def command(
     Under a launcher (torchrun, accelerate launch) it joins; otherwise it launches itself on every visible GPU. An
     interrupted run of the same recipe goes on where it was.
     """
-    import os
-
-    # Before torch is loaded: huge pages for its large buffers, without which a CPU spends a third of a step on page
-    # faults (measured; torch reads it once). Whoever sets it keeps their own value.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    from medusa_train.allocator import keep_freed_memory
     from medusa_train.config.load import load_recipe
+
+    keep_freed_memory()
 
     loaded = load_recipe(recipe, context.args)
     from medusa_train.training.launch import launch_if_needed
