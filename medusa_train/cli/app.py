@@ -75,18 +75,39 @@ def main() -> None:
     try:
         build_app()(prog_name="medusa-train")
     except UserError as error:
-        say(f"error: {error}")
-        sys.exit(2)
+        _fail(f"error: {error}", 2)
     except OSError as error:
         text = _storage_error(error)
         if text is None:
+            _leave_traceback()
             raise
-        say(f"error: {text}")
-        sys.exit(2)
+        _fail(f"error: {text}", 2)
     except SystemExit as stop:
         if stop.code == 130:
             say("interrupted; what was finished is kept, and the same command continues from there")
         raise
+    except Exception:
+        _leave_traceback()
+        raise
+
+
+def _fail(text: str, code: int) -> None:
+    """Says it, or leaves it to the process that launched this rank, and ends."""
+    from medusa_train.training.launch import leave_word
+
+    if not leave_word(text, code):
+        say(text)
+    sys.exit(code)
+
+
+def _leave_traceback() -> None:
+    """Inside `except`: ends a launched rank, its traceback left to the process that launched it."""
+    import traceback
+
+    from medusa_train.training.launch import leave_word
+
+    if leave_word(traceback.format_exc().rstrip(), 1):
+        sys.exit(1)
 
 
 def _storage_error(error: OSError) -> str | None:

@@ -27,6 +27,7 @@ from medusa_train.training.losses import token_map_of
 from medusa_train.training.policies import prepare_backbone
 from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
 from medusa_train.training.shapes import shape_from_config
+from medusa_train.training.sharding import fill_deepspeed
 from medusa_train.training.soft import SoftTargets
 from medusa_train.training.state import RunFolder, read_tensors
 from medusa_train.training.store import store_run
@@ -116,12 +117,13 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
     arguments = training_arguments(
         recipe, run, has_heldout=bool(rows.heldout), base_dtype=output_projection(base.model).weight.dtype
     )
+    fill_deepspeed(arguments, heads.config.hidden_size)
     cached_train, cached_heldout = _cached(recipe, base, rows, objective, run, inverse, arguments)
     backbone = prepare_backbone(base.model, recipe)
     if objective.trains_backbone:
         _master_weights(backbone)
     trainee = Trainee(heads, output_projection(backbone), objective, backbone if cached_train is None else None)
-    check_one_dtype(trainee, arguments)
+    check_sharding(trainee, arguments)
     heldout = None
     if rows.heldout:
         heldout = HeldOutRows(rows.heldout, objective.shifts, inverse, cached_heldout)
@@ -207,14 +209,18 @@ def _master_weights(backbone: torch.nn.Module) -> None:
             parameter.data = parameter.data.float()
 
 
-def check_one_dtype(trainee: Trainee, arguments: Any) -> None:
-    """FSDP2 shards tensors of one dtype together.
+def check_sharding(trainee: Trainee, arguments: Any) -> None:
+    """FSDP2 is what is supported, and it shards tensors of one dtype together.
 
     Raises:
-        UserError: the backbone and the heads have different ones.
+        UserError: FSDP of version 1; the backbone and the heads have different dtypes.
     """
+    if not arguments.fsdp:
+        return
+    if int(arguments.fsdp_config.get("version", 2)) != 2:
+        raise UserError("FSDP of version 1 keeps no names for its weights", fix="training.fsdp_config.version=2")
     kinds = {str(parameter.dtype).removeprefix("torch.") for parameter in trainee.parameters()}
-    if arguments.fsdp and len(kinds) > 1:
+    if len(kinds) > 1:
         raise UserError(
             f"FSDP needs one dtype, this run has {', '.join(sorted(kinds))}",
             fix="base.dtype=float32 with training.bf16=true: the products run in bf16 all the same",

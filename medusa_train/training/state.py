@@ -23,6 +23,7 @@ from medusa_train.config.load import diff_recipes
 from medusa_train.config.recipe import Recipe
 from medusa_train.errors import UserError
 from medusa_train.provenance import fsync_folder, write_atomic
+from medusa_train.training.sharding import own_part
 
 COMPLETE = "COMPLETE"
 TENSORS = "trainable.safetensors"
@@ -101,10 +102,20 @@ class RunFolder:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The trainable parameters by the names they have without wrappers (torch.compile, activation checkpointing)."""
+    return {plain_name(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def plain_name(name: str) -> str:
+    """A tensor's name without what wrappers put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
 def trainable_tensors(model: nn.Module, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The trainable tensors of a module, by name, on the CPU; from a gathered state dict where sharding needs one."""
-    names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    source = model.state_dict() if state is None else {name.replace("_orig_mod.", ""): t for name, t in state.items()}
+    names = trainable_parameters(model).keys()
+    source = {plain_name(name): t for name, t in (model.state_dict() if state is None else state).items()}
     missing = sorted(names - source.keys())
     if missing:
         raise RuntimeError(f"the gathered state holds no {missing[0]}")
@@ -131,7 +142,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
 def read_tensors(folder: Path, model: nn.Module) -> None:
     """Copies the tensors of `folder` into the module's trainable parameters; names and shapes must be the same."""
     stored = load_file(folder / TENSORS, device="cpu")
-    wanted = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    wanted = trainable_parameters(model)
     if stored.keys() != wanted.keys():
         raise UserError(
             f"the saved state does not fit: {sorted(stored.keys() ^ wanted.keys())[:3]} on one side only",
@@ -142,7 +153,7 @@ def read_tensors(folder: Path, model: nn.Module) -> None:
             raise UserError(
                 f"{name} is {list(stored[name].shape)}, the model needs {list(parameter.shape)}", where=str(folder)
             )
-        parameter.copy_(stored[name])
+        parameter.copy_(own_part(stored[name], parameter))
 
 
 def append_log(path: Path, entry: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from medusa_train.config.recipe import Joint, Recipe
 from medusa_train.modeling.heads import MedusaHeads
-from medusa_train.training.state import TENSORS, RunFolder, trainable_tensors
+from medusa_train.training.state import TENSORS, RunFolder, plain_name, trainable_tensors
 
 if TYPE_CHECKING:
     from medusa_train.training.trainer import MedusaTrainer
@@ -96,8 +96,11 @@ def write_adapter(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
 
 def write_backbone(model: Any, tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
     """A fully trained backbone as a transformers folder, in the dtype it was loaded in."""
-    state = dict(model.state_dict())
-    state |= {k.removeprefix(BACKBONE): t for k, t in tensors.items() if k.startswith(BACKBONE)}
+    saved = model.state_dict().keys()
+    state = {plain_name(name): t for name, t in model.named_buffers() if name in saved or plain_name(name) in saved}
+    first = {id(parameter): plain_name(name) for name, parameter in model.named_parameters()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):  # a tied weight has two names
+        state[plain_name(name)] = tensors[BACKBONE + first[id(parameter)]]
     state = {name: t.to(dtype) if t.is_floating_point() else t for name, t in state.items()}
     model.save_pretrained(folder, state_dict=state)
     config = json.loads((folder / "config.json").read_text())

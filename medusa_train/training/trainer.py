@@ -29,6 +29,7 @@ from medusa_train.training.batches import target_counts
 from medusa_train.training.heldout import HeldOutRows, Replay, Scores
 from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
 from medusa_train.training.shapes import BackboneShape
+from medusa_train.training.sharding import save_fsdp_run, shard_on_cpu
 from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
 
 FORWARD = (
@@ -70,6 +71,15 @@ class MedusaTrainer(Trainer):
         self._first_bad: Tensor | None = None
         # Row ids of the micro-batches since the last look at `_first_bad`.
         self._recent: deque[tuple[int, list[Any]]] = deque(maxlen=4096)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The library's, with FSDP2 on CPU ranks as well."""
+        super().create_accelerator_and_postprocess()
+        if self.args.fsdp and not self.is_fsdp_enabled and self.args.world_size > 1:
+            from accelerate.utils import FullyShardedDataParallelPlugin
+
+            shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
+            self.is_fsdp_enabled = True
 
     # -- denominators and loss
 
@@ -185,10 +195,13 @@ class MedusaTrainer(Trainer):
             (folder / COMPLETE).unlink(missing_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_fsdp_enabled:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-            return
+            save_fsdp_run(self, output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         read_tensors(Path(resume_from_checkpoint), self.model if model is None else model)
 
     # -- held-out checks
@@ -200,7 +213,9 @@ class MedusaTrainer(Trainer):
         members = None
         if self.args.world_size > 1 and not sharded:
             members = range(self.args.process_index, len(heldout.rows), self.args.world_size)
-        scores, tables = Scores.zero(self._score_names()), []
+        scores = Scores.zero(self._score_names())
+        nothing = np.zeros(0, np.int64)  # a rank may have no held-out row of its own
+        tables = [(np.zeros((0, heldout.num_heads), np.int16), nothing, nothing)]
         was_training = model.training
         model.eval()
         with self.compute_loss_context_manager(), torch.no_grad():

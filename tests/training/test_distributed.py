@@ -1,21 +1,28 @@
-"""Two processes on gloo: DDP through the command line, FSDP2 by hand, both against one process."""
+"""Two processes on gloo against one: DDP, FSDP2 and ZeRO through the whole command, an FSDP2 step by hand; errors."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from medusa_train.checkpoint.load import load_checkpoint
-from medusa_train.config.load import dump_recipe
+from medusa_train.config.load import dump_recipe, load_recipe
+from medusa_train.training.fit import fit
 from tests.training.support import losses_of, recipe_of, write_world
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 ROOT = Path(__file__).parents[2]
+LORA = {"kind": "joint", "lora": {"r": 2, "dropout": 0.0}, "drift": {"max_ce_increase": None}}
+FULL = {"kind": "joint", "adapter": "none", "drift": {"max_ce_increase": None}}
 
 
 @pytest.fixture(scope="module")
@@ -77,3 +84,80 @@ def test_fsdp2_gives_the_single_process_loss_and_gradients_and_full_tensors(tmp_
     assert facts["loss"] == pytest.approx(facts["single"], rel=1e-5)
     assert facts["worst"] < 1e-5
     assert facts["full_size"]
+
+
+def fit_sharded(world: dict, tmp_path: Path, policy, sharding: dict) -> tuple[Path, Path]:
+    """One process of four rows a step, in this process, and two sharded ones of two, launched; both output folders."""
+    steps = {"max_steps": 4, "num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",
+             "save_steps": 2, "train_sampling_strategy": "sequential"}  # fmt: skip
+    one, two = tmp_path / "one", tmp_path / "two"
+    fit(recipe_of(world, one, policy, training={**steps, "per_device_train_batch_size": 4}))
+    recipe = recipe_of(world, two, policy, training={**steps, **sharding, "per_device_train_batch_size": 2})
+    two.with_suffix(".yaml").write_text(dump_recipe(recipe))
+    run("-m", "medusa_train", "fit", "--recipe", str(two.with_suffix(".yaml")), "--nproc", "2")
+    return one, two
+
+
+def check_same(one: Path, two: Path) -> None:
+    """Losses, held-out metrics, and every stored tensor whole and the same."""
+    single, double = losses_of(one), losses_of(two)
+    assert double == {step: pytest.approx(loss, rel=1e-5) for step, loss in single.items()} and len(single) == 4
+    left, right = load_checkpoint(one), load_checkpoint(two, verify="hashes")
+    left_facts, right_facts = left.manifest.training["heldout"], right.manifest.training["heldout"]
+    for name in ("lm_loss", "head0_loss", "head2_top1", "medusa_loss"):
+        if name in left_facts:
+            assert right_facts[name] == pytest.approx(left_facts[name], rel=1e-4), name
+    for name, tensor in left.heads.state_dict().items():
+        assert torch.allclose(right.heads.state_dict()[name], tensor, atol=1e-4), name
+    for path in one.rglob("*.safetensors"):
+        sizes = {name: tensor.shape for name, tensor in load_file(path).items()}
+        assert {n: t.shape for n, t in load_file(two / path.relative_to(one)).items()} == sizes
+        assert all(0 not in shape for shape in sizes.values())
+
+
+def check_resumed(two: Path) -> None:
+    """With its second half thrown away the sharded run goes on to the same losses."""
+    whole, state = losses_of(two), two.with_name("two.run") / "state"
+    shutil.rmtree(state / "checkpoint-4")
+    shutil.rmtree(two)
+    (two.with_name("two.run") / "finished.json").unlink()
+    run("-m", "medusa_train", "fit", "--recipe", str(two.with_suffix(".yaml")), "--nproc", "2")
+    assert losses_of(two) == {step: pytest.approx(loss, rel=1e-6) for step, loss in whole.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["heads_only", LORA, FULL], ids=["heads_only", "lora", "full"])
+def test_fsdp2_through_the_command_gives_the_single_process_run(world: dict, tmp_path: Path, policy) -> None:
+    sharding = load_recipe(ROOT / "recipes" / "medusa2-fsdp2.yaml").training
+    one, two = fit_sharded(world, tmp_path, policy, {name: sharding[name] for name in ("fsdp", "fsdp_config")})
+    check_same(one, two)
+    trained = set(load_file(tmp_path / "two.run" / "state" / "checkpoint-2" / "trainable.safetensors"))
+    assert any(name.startswith("backbone.") for name in trained) == (policy != "heads_only")
+    names = {path.name for path in (tmp_path / "two.run" / "state" / "checkpoint-2").iterdir()}
+    assert "optimizer.bin" in names and not any("model" in name for name in names), names
+    if policy == LORA:
+        check_resumed(two)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_zero_through_the_command_gives_the_single_process_run(world: dict, tmp_path: Path, stage: int) -> None:
+    """The recipes' own json, on DeepSpeed's CPU accelerator over gloo."""
+    one, two = fit_sharded(world, tmp_path, LORA, {"deepspeed": str(ROOT / "recipes" / f"zero{stage}.json")})
+    check_same(one, two)
+    assert list((tmp_path / "two.run" / "state").glob("checkpoint-2/global_step2/*pp_rank_1*"))
+    check_resumed(two)
+
+
+@pytest.mark.slow
+def test_what_ranks_die_of_is_one_block_and_exit_code_2(world: dict, tmp_path: Path) -> None:
+    words = ["-m", "medusa_train", "fit", "--recipe", str(ROOT / "recipes" / "tiny-medusa1.yaml"), "--nproc", "2"]
+    words += [f"base.name={world['base']}", f"output_dir={tmp_path / 'out'}", "data.train=[nowhere.jsonl]"]
+    done = subprocess.run(
+        [sys.executable, *words], env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error: nowhere.jsonl: no such file or folder") == 1
+    assert done.stderr.rstrip().endswith("give a file, a folder or a hub dataset id (owner/name[:split])")
+    assert "Traceback" not in done.stderr and "torch.distributed" not in done.stderr
