@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from typing import Any
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
-from medusa_train.errors import UserError
+from medusa_train.errors import UserError, unknown_name
 from medusa_train.training.state import RunFolder
 
 # Held-out checks and checkpoints ten times a run, unless the recipe says otherwise.
 TENTH = 0.1
+OURS = ("wandb", "tensorboard", "trackio")  # services with an extra of that name, and tests
 
 
 def uses_cache(recipe: Recipe) -> bool:
     """Whether training reads cached hidden states."""
     return isinstance(recipe.policy, HeadsOnly) and recipe.policy.cache.enabled
+
+
+def check_services(report_to: Any) -> None:
+    """The services that curves go to are known and installed.
+
+    Raises:
+        UserError: with the command that installs what is missing.
+    """
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    for service in [report_to] if isinstance(report_to, str) else report_to or []:
+        if service in ("none", "all"):
+            continue
+        if service not in INTEGRATION_TO_CALLBACK:
+            raise unknown_name("training.report_to", service, ["none", *INTEGRATION_TO_CALLBACK])
+        if service in OURS and importlib.util.find_spec(service) is None:
+            raise UserError(
+                f"training.report_to is {service}, which is not installed", fix=f"pip install 'medusa-train[{service}]'"
+            )
 
 
 def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, base_dtype: Any) -> Any:
@@ -39,13 +60,22 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
         "eval_strategy": "steps" if has_heldout else "no",
         "eval_steps": TENTH,
         "report_to": "none",
+        "project": "medusa-train",
         "seed": 0,
         "dataloader_pin_memory": cuda,
         "ddp_find_unused_parameters": False,
         **recipe.training,
     }
     if "bf16" not in values and "fp16" not in values:
-        values["bf16"], values["fp16"] = base_dtype == torch.bfloat16, base_dtype == torch.float16
+        # accelerate ignores fp16 on a CPU; there the products of a half-precision base's heads run in fp32.
+        values["bf16"], values["fp16"] = base_dtype == torch.bfloat16, base_dtype == torch.float16 and cuda
+    if values.get("fp16") and (not cuda or values.get("use_cpu")):
+        raise UserError(
+            "training.fp16 needs a GPU",
+            allowed="bf16 or neither on a CPU",
+            fix="training.bf16=true training.fp16=false",
+        )
+    check_services(values["report_to"])
     if not cuda:
         values.setdefault("use_cpu", True)
     values |= {
@@ -62,6 +92,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
         )
     os.environ.setdefault("WANDB_DIR", str(run.path))
     os.environ.setdefault("WANDB_PROJECT", "medusa-train")
+    os.environ.setdefault("TRACKIO_DIR", str(run.path / "trackio"))
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
     try:
         return TrainingArguments(**values)

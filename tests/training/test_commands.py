@@ -105,19 +105,49 @@ def test_liger_without_a_gpu_is_refused_by_name(world: dict, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("service", ["wandb", "tensorboard"])
+@pytest.mark.parametrize("service", ["wandb", "tensorboard", "trackio"])
 def test_curves_land_in_the_run_folder(
     world: dict, tmp_path: Path, service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if importlib.util.find_spec(service) is None:
         pytest.skip(f"{service} is not installed")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    for name in ("WANDB_DIR", "WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR"):
+    for name in ("WANDB_DIR", "WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR"):
         monkeypatch.delenv(name, raising=False)
     fit(recipe_of(world, tmp_path / "out", training={"max_steps": 2, "report_to": service}))
-    run = tmp_path / "out.run"
-    found = list(run.glob("wandb/offline-run-*")) if service == "wandb" else list(run.glob("tensorboard/**/events*"))
-    assert found
+    patterns = {"wandb": "wandb/offline-run-*", "tensorboard": "tensorboard/**/events*", "trackio": "trackio/*.db"}
+    assert list((tmp_path / "out.run").glob(patterns[service]))
+
+
+@pytest.mark.parametrize(
+    ("training", "told"),
+    [
+        ({"report_to": "wandbb"}, "did you mean 'wandb'"),
+        ({"report_to": ["none", "trackio"]}, r"pip install 'medusa-train\[trackio\]'"),
+        ({"fp16": True}, "training.fp16 needs a GPU"),
+    ],
+)
+def test_what_cannot_run_here_is_a_user_error(
+    world: dict, tmp_path: Path, training: dict, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from medusa_train.training import arguments
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        arguments.importlib.util, "find_spec", lambda name, *rest: None if name == "trackio" else find(name, *rest)
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(UserError, match=told):
+        fit(recipe_of(world, tmp_path / "out", training={"max_steps": 1, **training}))
+
+
+def test_a_half_precision_base_trains_on_a_cpu(tmp_path: Path) -> None:
+    """accelerate ignores fp16 on a CPU without a word: it is not asked for there, and the heads learn in fp32."""
+    world = write_world(tmp_path)
+    output = fit(recipe_of(world, tmp_path / "out", base={"name": world["base"], "dtype": "float16"}))
+    losses = losses_of(output)
+    assert losses[max(losses)] < losses[1]
+    assert load_checkpoint(output).heads.blocks[0][0].linear.weight.dtype == torch.float16
 
 
 @pytest.mark.slow
