@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -273,24 +272,40 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
 
 @pytest.mark.slow
 def test_ten_sigkills_at_random_steps_change_nothing(world: dict, tmp_path: Path) -> None:
-    training = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 12, "gradient_accumulation_steps": 2}
+    training = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 24, "gradient_accumulation_steps": 2}
     policy = {"kind": "joint", "lora": {"r": 2, "dropout": 0.2}, "drift": {"max_ce_increase": None}}
     fit(recipe_of(world, tmp_path / "whole", policy, training=training))
     whole = losses_of(tmp_path / "whole")
     path = tmp_path / "recipe.yaml"
     path.write_text(dump_recipe(recipe_of(world, tmp_path / "cut", policy, training=training)))
-    command = [sys.executable, "-m", "medusa_train", "fit", "--recipe", str(path), "--no-launch"]
+    words = "\t".join(["fit", "--recipe", str(path), "--no-launch"]) + "\n"
     log = tmp_path / "cut.run" / "log.jsonl"
     generator = random.Random(0)
-    for _ in range(10):
-        lines = log.read_text().count("\n") if log.exists() else 0
-        worker = subprocess.Popen(command, stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        more = generator.randint(1, 4)
-        while worker.poll() is None and (log.read_text().count("\n") if log.exists() else 0) < lines + more:
-            time.sleep(0.02)
-        time.sleep(generator.random() * 0.2)
-        worker.send_signal(signal.SIGKILL)
-        worker.wait()
-    assert subprocess.run(command, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == 0
+
+    def logged() -> int:
+        return log.read_text().count("\n") if log.exists() else 0
+
+    with subprocess.Popen(
+        [sys.executable, "-m", "tests.training.nursery"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        stderr=subprocess.DEVNULL, env={**os.environ, "OMP_NUM_THREADS": "1"}, cwd=Path(__file__).parents[2], bufsize=1,
+    ) as nursery:  # fmt: skip
+        kills = 0
+        for _ in range(10):
+            lines, more = logged(), generator.randint(1, 4)
+            nursery.stdin.write(words)
+            child = int(nursery.stdout.readline())
+            deadline = time.monotonic() + 120
+            while logged() < lines + more and not (tmp_path / "cut.run" / "finished.json").exists():
+                assert time.monotonic() < deadline, "the run takes no steps"
+                time.sleep(0.002)
+            time.sleep(generator.random() * 0.05)
+            os.kill(child, signal.SIGKILL)
+            kills += int(nursery.stdout.readline()) == -signal.SIGKILL
+        nursery.stdin.write(words)
+        nursery.stdout.readline()
+        assert int(nursery.stdout.readline()) == 0
+        nursery.stdin.close()
+    assert kills == 10
     assert losses_of(tmp_path / "cut") == whole
-    assert yaml.safe_load(path.read_text())["output_dir"] == str(tmp_path / "cut")
+    entries = [json.loads(line) for line in log.read_text().splitlines()]
+    assert len(entries) > len(whole) + 3, "some steps were taken again after a kill"
