@@ -6,8 +6,10 @@ special tokens are pieces of their own, so that tests can tell them from the sam
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from medusa_train.config.bases import VICUNA_V1_1
 
@@ -31,6 +33,19 @@ class Family:
     eos: str = "</s>"
     system: bool = True
     per_turn: bool = False  # earlier turns are rendered otherwise once the conversation grows
+    raw: bool = False  # the rendered answer does not follow the generation prompt: works by turn alone
+
+
+def shipped(name: str) -> str:
+    """A model's own template, byte for byte (templates/README.md says where each is from)."""
+    return (Path(__file__).parent / "templates" / f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def installed(name: str) -> str | None:
+    """A template that trl ships and that is not copied here; None where trl is not installed."""
+    spec = importlib.util.find_spec("trl")
+    path = None if spec is None else Path(spec.origin).parent / "chat_templates" / f"{name}.jinja"
+    return path.read_text(encoding="utf-8") if path is not None and path.is_file() else None
 
 
 CHATML = (
@@ -47,44 +62,9 @@ def chatml(turns: Turns) -> Pieces:
     return pieces[:-1]
 
 
-QWEN25 = (
-    "{%- if messages[0]['role'] == 'system' %}"
-    "{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}"
-    "{%- else %}{{- '<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. "
-    "You are a helpful assistant.<|im_end|>\n' }}"
-    "{%- endif %}"
-    "{%- for message in messages %}"
-    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) or message.role == 'assistant' %}"
-    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
-    "{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)
-
-
-def qwen25(turns: Turns) -> Pieces:
-    if turns[0][0] != "system":
-        turns = [("system", "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."), *turns]
-    return chatml(turns)
-
-
-QWEN3 = (
-    "{%- set ns = namespace(last=0) %}"
-    "{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}"
-    "{%- for m in messages %}"
-    "{%- if m.role != 'assistant' %}{{- '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
-    "{%- else %}"
-    "{%- set content = m.content %}{%- set reasoning = '' %}"
-    "{%- if '</think>' in content %}"
-    "{%- set reasoning = content.split('</think>')[0].rstrip('\n').split('<think>')[-1].lstrip('\n') %}"
-    "{%- set content = content.split('</think>')[-1].lstrip('\n') %}{%- endif %}"
-    "{%- if loop.index0 > ns.last and (loop.last or reasoning) %}"
-    "{{- '<|im_start|>assistant\n<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}"
-    "{%- else %}{{- '<|im_start|>assistant\n' + content }}{%- endif %}"
-    "{{- '<|im_end|>\n' }}{%- endif %}{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}"
-    "{%- if enable_thinking is defined and enable_thinking is false %}"
-    "{{- '<think>\n\n</think>\n\n' }}{%- endif %}{%- endif %}"
-)
+def chatml_with(system: str) -> Callable[[Turns], Pieces]:
+    """ChatML whose template brings a system turn where the conversation has none."""
+    return lambda turns: chatml(turns if turns[0][0] == "system" else [("system", system), *turns])
 
 
 def qwen3(turns: Turns) -> Pieces:
@@ -147,6 +127,16 @@ def llama3(turns: Turns) -> Pieces:
     return pieces
 
 
+def llama31(turns: Turns) -> Pieces:
+    system = ""
+    if turns[0][0] == "system":
+        system, turns = turns[0][1].strip(), turns[1:]
+    dates = "\n\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n"
+    bos, *rest = llama3(turns)
+    header = ["<|start_header_id|>", "system", "<|end_header_id|>", dates + system, "<|eot_id|>"]
+    return [bos, *((text, False) for text in header), *rest]
+
+
 def vicuna(turns: Turns) -> Pieces:
     system = FASTCHAT_SYSTEM
     if turns[0][0] == "system":
@@ -177,19 +167,43 @@ def mistral_v1(turns: Turns) -> Pieces:
     return pieces[:-1]
 
 
+def mistral_v02(turns: Turns) -> Pieces:
+    system, pieces = None, [("<s>", False)]
+    for index, (role, text) in enumerate(turns):
+        if role == "system":
+            system = text
+        elif role == "user":
+            before = f"{system}\n\n" if system is not None and index == 1 else ""
+            pieces.append((f" [INST] {before}{text} [/INST]", False))
+        else:
+            pieces += [(f" {text}", True), ("</s>", True)]
+    return pieces
+
+
+# The system text stands in the last user turn, so a system turn makes earlier turns change as a conversation grows;
+# which turn is the last is found by its words, so that every user turn of the same words gets it too.
 MISTRAL_V3 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '[INST] ' + m['content'] + '[/INST]' }}"
-    "{% elif m['role'] == 'assistant' %}{{ ' ' + m['content'] | trim + eos_token }}"
-    "{% else %}{{ raise_exception('only user and assistant roles') }}{% endif %}{% endfor %}"
+    "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}{%- set rest = messages[1:] %}"
+    "{%- else %}{%- set rest = messages %}{%- endif %}"
+    "{%- set users = rest | selectattr('role', 'equalto', 'user') | list %}"
+    "{{- bos_token }}{%- for m in rest %}"
+    "{%- if m['role'] == 'user' %}"
+    "{%- if m == users[-1] and system is defined %}{{- '[INST] ' + system + '\n\n' + m['content'] + '[/INST]' }}"
+    "{%- else %}{{- '[INST] ' + m['content'] + '[/INST]' }}{%- endif %}"
+    "{%- elif m['role'] == 'assistant' %}{{- ' ' + m['content'] | trim + eos_token }}"
+    "{%- else %}{{- raise_exception('only user and assistant roles') }}{%- endif %}{%- endfor %}"
 )
 
 
 def mistral_v3(turns: Turns) -> Pieces:
-    pieces: Pieces = [("<s>", False)]
+    system, pieces = None, [("<s>", False)]
+    last = [text for role, text in turns if role == "user"][-1]
     for role, text in turns:
-        if role == "user":
-            pieces += [("[INST]", False), (f" {text}", False), ("[/INST]", False)]
+        if role == "system":
+            system = text
+        elif role == "user":
+            before = f"{system}\n\n" if system is not None and text == last else ""
+            pieces += [("[INST]", False), (f" {before}{text}", False), ("[/INST]", False)]
         else:
             pieces += [(f" {text.strip()}", True), ("</s>", True)]
     return pieces
@@ -233,10 +247,13 @@ def gemma(turns: Turns) -> Pieces:
     return pieces[:-1]
 
 
-PHI3 = (
-    "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"
-)
+def gemma3(turns: Turns) -> Pieces:
+    if turns[0][0] != "system":
+        return gemma(turns)
+    pieces = gemma(turns[1:])
+    # bos, start_of_turn, then "user\n": the system text follows as it is, the user's own text trimmed.
+    header, _ = pieces[2]
+    return [*pieces[:2], (f"{header}{turns[0][1]}\n\n", False), *pieces[3:]]
 
 
 def phi3(turns: Turns) -> Pieces:
@@ -267,40 +284,81 @@ def deepseek_llm(turns: Turns) -> Pieces:
     return pieces
 
 
-# The reasoning model's: the generation prompt opens a thought that the rendered answer has lost.
-DEEPSEEK_R1 = (
-    "{{ bos_token }}{% for m in messages %}"
-    "{% if m['role'] == 'user' %}{{ '<｜User｜>' + m['content'] }}"
-    "{% elif m['role'] == 'assistant' %}{{ '<｜Assistant｜>' + m['content'].split('</think>')[-1] + eos_token }}"
-    "{% else %}{{ m['content'] }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<｜Assistant｜><think>\n' }}{% endif %}"
-)
+def _after_thought(text: str) -> str:
+    return text.split("</think>")[-1]
+
+
+def deepseek_v3(turns: Turns) -> Pieces:
+    """Special header tokens and no line ends; a thought is left out of every answer."""
+    pieces: Pieces = [(DS_BOS, False)]
+    for role, text in turns:
+        if role == "assistant":
+            pieces += [("<｜Assistant｜>", False), (_after_thought(text), True), (DS_EOS, True)]
+        else:
+            pieces += [("<｜User｜>", False), (text, False)] if role == "user" else [(text, False)]
+    return pieces
+
+
+def deepseek_r1(turns: Turns) -> Pieces:
+    """The generation prompt opens a thought that the rendered answer has lost: what was generated follows it."""
+    context = [(text, False) for text, _ in deepseek_v3(turns[:-1])]
+    return [*context, ("<｜Assistant｜>", False), ("<think>\n", False), (turns[-1][1], True), (DS_EOS, True)]
+
 
 _IM = ("<|im_start|>", "<|im_end|>")
+_LLAMA3 = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+_GEMMA = ("<bos>", "<start_of_turn>", "<end_of_turn>")
+_DS = (DS_BOS, DS_EOS, "<｜User｜>", "<｜Assistant｜>")
+# The first V3 had no thought to open; but for that its template is the later one.
+DEEPSEEK_V3 = shipped("deepseek-v3").replace("{{'<｜Assistant｜><think>\\n'}}", "{{'<｜Assistant｜>'}}")
+
 FAMILIES: dict[str, Family] = {
     "chatml": Family(CHATML, chatml, _IM, eos="<|im_end|>"),
-    "qwen2.5": Family(QWEN25, qwen25, _IM, eos="<|im_end|>"),
-    "qwen3": Family(QWEN3, qwen3, _IM, eos="<|im_end|>", per_turn=True),
-    "llama-2": Family(LLAMA2, llama2, ("<s>", "</s>"), bos="<s>"),
-    "llama-3": Family(
-        LLAMA3,
-        llama3,
-        ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        bos="<|begin_of_text|>",
-        eos="<|eot_id|>",
+    "smollm2": Family(
+        shipped("smollm2"),
+        chatml_with("You are a helpful AI assistant named SmolLM, trained by Hugging Face"),
+        _IM,
+        eos="<|im_end|>",
     ),
+    "qwen2.5": Family(
+        shipped("qwen2.5"),
+        chatml_with("You are Qwen, created by Alibaba Cloud. You are a helpful assistant."),
+        _IM,
+        eos="<|im_end|>",
+    ),
+    "qwen3": Family(shipped("qwen3"), qwen3, _IM, eos="<|im_end|>", per_turn=True),
+    "llama-2": Family(LLAMA2, llama2, ("<s>", "</s>"), bos="<s>"),
+    "llama-3": Family(LLAMA3, llama3, _LLAMA3, bos="<|begin_of_text|>", eos="<|eot_id|>"),
     "vicuna-v1.1": Family(VICUNA_V1_1, vicuna, ("<s>", "</s>"), bos="<s>"),
     "mistral-v1": Family(MISTRAL_V1, mistral_v1, ("<s>", "</s>"), bos="<s>", system=False),
-    "mistral-v3": Family(MISTRAL_V3, mistral_v3, ("<s>", "</s>", "[INST]", "[/INST]"), bos="<s>", system=False),
+    "mistral-v0.2": Family(shipped("mistral-v0.2"), mistral_v02, ("<s>", "</s>"), bos="<s>"),
+    "mistral-v3": Family(MISTRAL_V3, mistral_v3, ("<s>", "</s>", "[INST]", "[/INST]"), bos="<s>"),
     "zephyr": Family(ZEPHYR, zephyr, ("<s>", "</s>"), bos="<s>"),
-    "gemma": Family(
-        GEMMA, gemma, ("<bos>", "<start_of_turn>", "<end_of_turn>"), bos="<bos>", eos="<end_of_turn>", system=False
-    ),
+    "gemma": Family(GEMMA, gemma, _GEMMA, bos="<bos>", eos="<end_of_turn>", system=False),
     "phi-3": Family(
-        PHI3,
+        shipped("phi-3"),
         phi3,
         ("<|end|>", "<|user|>", "<|assistant|>", "<|system|>", "<|endoftext|>"),
         eos="<|endoftext|>",
     ),
-    "deepseek-llm": Family(DEEPSEEK_LLM, deepseek_llm, (DS_BOS, DS_EOS), bos=DS_BOS, eos=DS_EOS),
+    # DeepSeek-LLM and DeepSeek-V2 have the same one.
+    "deepseek-v2": Family(DEEPSEEK_LLM, deepseek_llm, (DS_BOS, DS_EOS), bos=DS_BOS, eos=DS_EOS),
+    "deepseek-v3": Family(DEEPSEEK_V3, deepseek_v3, _DS, bos=DS_BOS, eos=DS_EOS),
+    "deepseek-r1": Family(shipped("deepseek-v3"), deepseek_r1, _DS, bos=DS_BOS, eos=DS_EOS, per_turn=True, raw=True),
+    "deepseek-r1-distill": Family(
+        shipped("deepseek-r1-distill"), deepseek_r1, _DS, bos=DS_BOS, eos=DS_EOS, per_turn=True, raw=True
+    ),
 }
+# Of models with licences of their own: read where they are installed, see templates/README.md.
+ORIGINALS: dict[str, tuple[str | None, Family]] = {
+    "llama-3 (original)": (installed("llama3"), FAMILIES["llama-3"]),
+    "llama-3.1 (original)": (
+        installed("llama3_1"),
+        Family("", llama31, _LLAMA3, bos="<|begin_of_text|>", eos="<|eot_id|>"),
+    ),
+    "gemma (original)": (installed("gemma"), FAMILIES["gemma"]),
+    "gemma-3 (original)": (installed("gemma3"), Family("", gemma3, _GEMMA, bos="<bos>", eos="<end_of_turn>")),
+}
+FAMILIES.update(
+    {name: replace(family, template=text) for name, (text, family) in ORIGINALS.items() if text is not None}
+)

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from medusa_train.dataset import Conversation, Message, RowOptions, render_conversation, render_prompt
-from medusa_train.dataset.templates import Unmaskable
-from tests.dataset.families import DEEPSEEK_R1, DS_BOS, DS_EOS, FAMILIES, FASTCHAT_SYSTEM, Family, Pieces, Turns
+from medusa_train.dataset.templates import Unmaskable, render_text
+from tests.dataset.families import DS_BOS, DS_EOS, FAMILIES, FASTCHAT_SYSTEM, ORIGINALS, Family, Pieces, Turns
 from tests.dataset.tokenizers_made import KINDS, base_for, made_base, token_bytes
 
 CASES: dict[str, Turns] = {
@@ -35,6 +35,14 @@ CASES: dict[str, Turns] = {
         ("assistant", "The sky is blue."),
         ("user", "hello"),
         ("assistant", "fine"),
+    ],
+    "reasoning": [
+        ("user", "hello"),
+        ("assistant", "<think>\nso it is\n</think>\n\nfine"),
+        ("user", "and?"),
+        ("assistant", "<think>\n\n</think>\n\n hello "),
+        ("user", "hello"),
+        ("assistant", "the end"),
     ],
 }  # fmt: skip
 
@@ -101,7 +109,7 @@ def oracle_rows(family: Family, turns: Turns, rows: int) -> list[Pieces]:
 
 def check(family_name: str, kind: str, turns: Turns) -> int:
     family, base = FAMILIES[family_name], made_base(family_name, kind)
-    rows = render_conversation(base, conversation(turns))
+    rows = render_conversation(base, conversation(turns), RowOptions(one_row_per_turn=family.raw))
     answers = sum(role == "assistant" for role, _ in turns)
     assert len(rows) in (1, answers)
     for row, pieces in zip(rows, oracle_rows(family, turns, len(rows)), strict=True):
@@ -151,8 +159,6 @@ TEXT = st.text(
 @given(texts=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=3))
 def test_any_conversation(family: str, kind: str, texts: list[tuple[str, str]]) -> None:
     turns = [turn for user, answer in texts for turn in (("user", user), ("assistant", answer))]
-    if family == "qwen3":
-        turns = [(role, text.replace("think>", "")) for role, text in turns]
     check(family, kind, turns)
 
 
@@ -233,7 +239,8 @@ def test_vicuna_is_fastchats_bytes() -> None:
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.bos])
 def test_one_bos_where_the_template_wants_one(family: str) -> None:
     base = made_base(family, "byte-level")
-    ids = render_conversation(base, conversation(CASES["one turn"]))[0].input_ids.tolist()
+    options = RowOptions(one_row_per_turn=FAMILIES[family].raw)
+    ids = render_conversation(base, conversation(CASES["one turn"]), options)[0].input_ids.tolist()
     wanted = 0 if family == "zephyr" else 1
     assert ids.count(base.tokenizer.bos_token_id) == wanted
     assert (ids[0] == base.tokenizer.bos_token_id) == bool(wanted)
@@ -248,12 +255,10 @@ def test_terminator_can_stay_unsupervised() -> None:
     assert text == "finefine"
 
 
-def test_reasoning_template_is_refused_with_the_way_out_and_works_by_turn() -> None:
+@pytest.mark.parametrize("name", ["deepseek-r1", "deepseek-r1-distill"])
+def test_reasoning_template_is_refused_with_the_way_out_and_works_by_turn(name: str) -> None:
     """The answer as rendered does not follow the generation prompt (it has lost its thought): one row per turn."""
-    family = Family(
-        DEEPSEEK_R1, lambda turns: [], (DS_BOS, DS_EOS, "<｜User｜>", "<｜Assistant｜>"), bos=DS_BOS, eos=DS_EOS
-    )
-    base = base_for(family, "deepseek-r1", "byte-level")
+    base = made_base(name, "byte-level")
     turns: Turns = [
         ("user", "hi"),
         ("assistant", "so\n</think>\n\nfine"),
@@ -269,6 +274,40 @@ def test_reasoning_template_is_refused_with_the_way_out_and_works_by_turn() -> N
     assert texts[0] == first + f"<think>\nso\n</think>\n\nfine{DS_EOS}"
     assert texts[1] == first + f"\n\nfine{DS_EOS}<｜User｜>and<｜Assistant｜><think>\nok</think>yes{DS_EOS}"
     assert kept == [f"so\n</think>\n\nfine{DS_EOS}", f"ok</think>yes{DS_EOS}"]
+
+
+def test_qwen3_drops_earlier_reasoning_and_each_turn_keeps_its_own() -> None:
+    base = made_base("qwen3", "byte-level")
+    rows = render_conversation(base, conversation(CASES["reasoning"][:4]))
+    texts = [base.tokenizer.decode(row.input_ids) for row in rows]
+    kept = [base.tokenizer.decode(row.input_ids[row.loss_mask == 1]) for row in rows]
+    assert kept == [
+        "<think>\nso it is\n</think>\n\nfine<|im_end|>",
+        "<think>\n\n</think>\n\n hello <|im_end|>",
+    ]
+    assert "so it is" in texts[0] and "so it is" not in texts[1] and "assistant\nfine<|im_end|>" in texts[1]
+
+
+def test_a_system_turn_that_moves_makes_rows_by_turn() -> None:
+    """Mistral v0.3 writes the system text into the last user turn, so no two turns share a beginning."""
+    turns: Turns = [("system", "Be kind."), *CASES["three turns"][:4]]
+    assert check("mistral-v3", "byte-level", turns) == 2
+    assert check("mistral-v3", "byte-level", turns[1:]) == 1
+
+
+@pytest.mark.parametrize("name", ["llama-3", "gemma"])
+def test_our_wording_gives_the_originals_text(name: str) -> None:
+    """Of two models the template is not copied here: ours must write what the installed one writes."""
+    if ORIGINALS[f"{name} (original)"][0] is None:
+        pytest.skip(f"the template of {name} is not copied here and trl is not installed")
+    ours, original = made_base(name, "byte-level"), made_base(f"{name} (original)", "byte-level")
+    for turns in CASES.values():
+        for end in range(1, len(turns) + 1):
+            messages = conversation(turns[:end]).as_dicts()
+            for prompt in (False, True):
+                assert render_text(ours, messages, add_generation_prompt=prompt) == render_text(
+                    original, messages, add_generation_prompt=prompt
+                )
 
 
 def test_generation_tag_is_transformers_mask() -> None:
@@ -287,7 +326,8 @@ def test_generation_tag_is_transformers_mask() -> None:
 
 def test_masks_are_never_all_ones_or_zeros() -> None:
     for family in FAMILIES:
-        for row in render_conversation(made_base(family, "byte-level"), conversation(CASES["three turns"])):
+        options = RowOptions(one_row_per_turn=FAMILIES[family].raw)
+        for row in render_conversation(made_base(family, "byte-level"), conversation(CASES["three turns"]), options):
             assert 0 < row.loss_mask.sum() < len(row.loss_mask)
             assert row.input_ids.dtype == np.int32 and row.loss_mask.dtype == np.uint8
 

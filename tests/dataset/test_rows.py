@@ -17,7 +17,7 @@ from medusa_train.dataset.rows import row_options
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import hidden_states
 from medusa_train.modeling.masks import packed_attention_mask
-from tests.dataset.families import DEEPSEEK_R1, DS_BOS, DS_EOS, Family
+from tests.dataset.families import FAMILIES as CHAT_FAMILIES
 from tests.dataset.test_reading import DROPS, messages, write
 from tests.dataset.tokenizers_made import base_for, made_base
 from tests.tiny import FAMILIES, tiny_model
@@ -61,10 +61,7 @@ def test_template_refusals_and_cut_rows_are_counted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [3, 30])
 def test_a_template_that_cannot_be_masked_is_refused_by_name_with_the_way_out(tmp_path: Path, count: int) -> None:
-    family = Family(
-        DEEPSEEK_R1, lambda turns: [], (DS_BOS, DS_EOS, "<｜User｜>", "<｜Assistant｜>"), bos=DS_BOS, eos=DS_EOS
-    )
-    base = base_for(family, "some/r1", "byte-level")
+    base = base_for(CHAT_FAMILIES["deepseek-r1"], "some/r1", "byte-level")
     path = write(tmp_path / "a.jsonl", *[messages(("user", f"hi {n}"), ("assistant", "x")) for n in range(count)])
     with pytest.raises(UserError) as caught:
         load_rows(path, base)
