@@ -39,15 +39,17 @@ def hidden_states(
     """hidden_BTD after the final norm. The lm_head is not run.
 
     Args:
-        attention_mask: what the model's own forward takes: None (causal), 2-D, 4-D, or a dict of 4-D by layer type.
+        attention_mask: what the model's own forward takes: None (causal), 2-D, 4-D, or a dict of 4-D by layer type;
+            or what `masks.packed_attention_mask` gives (document ids, for flex and flash attention).
         cache: a transformers Cache that is read and extended in place, or None.
     """
+    from medusa_train.modeling.masks import DOCUMENTS, document_arguments
+
+    attention = {"attention_mask": attention_mask}
+    if isinstance(attention_mask, dict) and DOCUMENTS in attention_mask:
+        attention = document_arguments(model, attention_mask[DOCUMENTS], position_ids_BT)
     output = decoder_of(model)(
-        input_ids=input_ids_BT,
-        attention_mask=attention_mask,
-        position_ids=position_ids_BT,
-        cache=cache,
-        use_cache=cache is not None,
+        input_ids=input_ids_BT, position_ids=position_ids_BT, cache=cache, use_cache=cache is not None, **attention
     )
     return output.last_hidden_state
 

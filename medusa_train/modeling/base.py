@@ -105,6 +105,10 @@ def load_base(
     with waiting(f"loading {source.name}"), quiet_transformers():
         try:
             model = AutoModelForCausalLM.from_pretrained(source.folder, **arguments)
+        except ImportError as error:  # flash attention, mostly: transformers looks for it here and not before
+            raise UserError(
+                f"a library is missing: {error}", where=str(source.folder), fix="install it, or take sdpa for attention"
+            ) from error
         except (ValueError, OSError, KeyError) as error:
             raise UserError(f"the model cannot be loaded: {error}", where=str(source.folder)) from error
     if quantization is None:

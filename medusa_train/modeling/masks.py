@@ -1,9 +1,14 @@
-"""Additive attention masks from allowed pairs, per layer type, windows measured by position.
+"""What a model's forward takes so that attention sees the allowed pairs alone, in the terms of its implementation.
 
-Additive in the model's dtype, because eager attention adds a boolean mask in silence.
+eager and sdpa take additive masks per layer type, windows measured by position; additive in the model's dtype, because
+eager attention adds a boolean mask in silence. flex attention takes block masks, flash attention no mask at all but
+where documents begin and end: both are made from the document ids right before the forward, on the model's device.
 """
 
 from __future__ import annotations
+
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +17,8 @@ from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import plain_model
 
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
+# The key under which document ids travel in place of a mask, for implementations that take none.
+DOCUMENTS = "document_ids"
 
 
 def attention_windows(model: nn.Module) -> dict[str, int | None]:
@@ -62,6 +69,11 @@ def per_layer_type(
     return next(iter(masks.values())) if len(masks) == 1 else masks
 
 
+def attention_kind(model: nn.Module) -> str:
+    """transformers' name of the attention implementation that `model` runs."""
+    return plain_model(model).config._attn_implementation or "eager"
+
+
 def packed_attention_mask(
     model: nn.Module, document_ids_BT: Tensor, position_ids_BT: Tensor, dtype: torch.dtype
 ) -> Tensor | dict[str, Tensor]:
@@ -70,7 +82,13 @@ def packed_attention_mask(
     Args:
         document_ids_BT: which conversation a position belongs to, -1 on padding.
         position_ids_BT: position inside its document, from 0.
+
+    Returns:
+        What `hidden_states` takes as `attention_mask`: one tensor, a dict by layer type, or, for flex and flash
+        attention, the document ids themselves under `DOCUMENTS`. Always tensors, so that it moves between devices.
     """
+    if attention_kind(model) == "flex_attention" or _is_flash(model):
+        return {DOCUMENTS: document_ids_BT}
     rows = torch.arange(document_ids_BT.shape[1], device=document_ids_BT.device)
     causal = rows[:, None] >= rows[None, :]
     same = document_ids_BT[:, :, None] == document_ids_BT[:, None, :]
@@ -79,3 +97,64 @@ def packed_attention_mask(
     allowed = (same & causal & (real | itself))[:, None]
     distance = (position_ids_BT[:, :, None] - position_ids_BT[:, None, :])[:, None]
     return per_layer_type(attention_windows(model), allowed, distance, dtype)
+
+
+def _is_flash(model: nn.Module) -> bool:
+    return "flash_attention" in attention_kind(model)
+
+
+def document_arguments(model: nn.Module, document_ids_BT: Tensor, position_ids_BT: Tensor) -> dict[str, Any]:
+    """Arguments of the decoder's forward that keep attention inside each document, for flex and flash attention.
+
+    Raises:
+        UserError: the model's forward does not hand flash attention's arguments on.
+    """
+    if not _is_flash(model):
+        return {"attention_mask": block_masks(model, document_ids_BT, position_ids_BT)}
+    parameters = inspect.signature(plain_model(model).get_decoder().forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        raise UserError(
+            f"{type(plain_model(model)).__name__} does not tell flash attention where packed documents begin",
+            fix="base.attn_implementation: sdpa, or data.packing: false",
+        )
+    starts, longest = document_starts(document_ids_BT)
+    return {
+        "attention_mask": None,
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": starts,
+        "max_length_q": longest,
+        "max_length_k": longest,
+    }
+
+
+def document_starts(document_ids_BT: Tensor) -> tuple[Tensor, int]:
+    """Where each document begins in the lines laid end to end, and the end: int32 [documents + 1]; the longest one.
+
+    A stretch of padding counts as a document of its own: nothing looks into it, and nothing reads it.
+    """
+    begins_BT = torch.ones_like(document_ids_BT, dtype=torch.bool)
+    begins_BT[:, 1:] = document_ids_BT[:, 1:] != document_ids_BT[:, :-1]
+    starts = torch.nonzero(begins_BT.flatten()).flatten()
+    starts = torch.cat([starts, starts.new_tensor([document_ids_BT.numel()])]).to(torch.int32)
+    return starts, int(starts.diff().max())
+
+
+def block_masks(model: nn.Module, document_ids_BT: Tensor, position_ids_BT: Tensor) -> Any:
+    """flex attention's form of `packed_attention_mask`: one BlockMask, or a dict by layer type."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    lines, length = document_ids_BT.shape
+    masks = {}
+    for kind, window in attention_windows(model).items():
+
+        def allowed(line: Tensor, head: Tensor, query: Tensor, key: Tensor, window: int | None = window) -> Tensor:
+            inside = (query >= key) & (document_ids_BT[line, query] == document_ids_BT[line, key])
+            inside = inside & ((document_ids_BT[line, query] >= 0) | (query == key))
+            if window is not None:
+                inside = inside & (position_ids_BT[line, query] - position_ids_BT[line, key] < window)
+            return inside
+
+        masks[kind] = create_block_mask(
+            allowed, B=lines, H=None, Q_LEN=length, KV_LEN=length, device=document_ids_BT.device
+        )
+    return next(iter(masks.values())) if len(masks) == 1 else masks

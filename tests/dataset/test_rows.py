@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
 import json
 from pathlib import Path
 
@@ -16,11 +18,12 @@ from medusa_train.dataset.packing import best_fit, packing_report
 from medusa_train.dataset.rows import row_options
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import hidden_states
-from medusa_train.modeling.masks import packed_attention_mask
+from medusa_train.modeling.base import load_base
+from medusa_train.modeling.masks import document_starts, packed_attention_mask
 from tests.dataset.families import FAMILIES as CHAT_FAMILIES
 from tests.dataset.test_reading import DROPS, messages, write
 from tests.dataset.tokenizers_made import base_for, made_base
-from tests.tiny import FAMILIES, tiny_model
+from tests.tiny import FAMILIES, save_tiny_base, tiny_model
 
 
 def row(length: int, name: str = "r", seed: int = 0, group: str = "") -> TokenRow:
@@ -135,53 +138,116 @@ def test_batch_by_hand() -> None:
     assert collate([b, a]).input_ids_BT.tolist() == [[8, 9, 0], [5, 6, 7]]
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_hidden_states_are_the_unpacked_ones(family: str, attention: str) -> None:
-    """Rows longer than the window of 24, several per line, padding in between: each row's states as if it were
-    alone."""
-    if family == "gemma2" and attention == "sdpa":
-        pytest.skip("sdpa has no soft-cap inside attention")
-    model = tiny_model(family, vocab_size=64, seed=2)
-    model.set_attn_implementation(attention)
+def packed_and_alone(model) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Hidden states of each row inside a packed batch, and of the row alone by eager attention.
+
+    Rows longer than the window of 24, several per line, padding in between.
+    """
     rows = [row(length, seed=length) for length in (31, 7, 40, 3, 1, 26)]
     batch = collate(rows, max_length=64, pad_to_multiple=8, packing=True)
     mask = packed_attention_mask(model, batch.document_ids_BT, batch.position_ids_BT, torch.float32)
-    bins = pack_rows(rows, 64)
+    found = []
     with torch.inference_mode():
         hidden_BTD = hidden_states(
             model, batch.input_ids_BT, attention_mask=mask, position_ids_BT=batch.position_ids_BT
         )
-        for line, members in enumerate(bins):
+        model.set_attn_implementation("eager")
+        for line, members in enumerate(pack_rows(rows, 64)):
             for document, member in enumerate(members):
                 alone_TD = hidden_states(model, torch.from_numpy(member.input_ids.astype("int64"))[None])[0]
-                packed_TD = hidden_BTD[line][batch.document_ids_BT[line] == document]
-                torch.testing.assert_close(packed_TD, alone_TD, rtol=2e-5, atol=2e-5)
+                found.append((hidden_BTD[line][batch.document_ids_BT[line] == document], alone_TD))
+    return found
 
 
-def test_flex_attention_stays_inside_the_document_too() -> None:
-    """The same by flex attention's block mask, where this torch can run it."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    batch = collate([row(9), row(5), row(12)], max_length=16, packing=True)
-    documents, width = batch.document_ids_BT, batch.document_ids_BT.shape[1]
-
-    def inside(b, h, q, k):
-        return (q >= k) & (documents[b, q] == documents[b, k])
-
-    torch.manual_seed(0)
-    query, key, value = torch.randn(3, documents.shape[0], 2, width, 8)
+@pytest.mark.parametrize("attention", ["sdpa", "eager", "flex_attention"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_hidden_states_are_the_unpacked_ones(family: str, attention: str) -> None:
+    """Each row's states as if it were alone."""
+    if family == "gemma2" and attention == "sdpa":
+        pytest.skip("sdpa has no soft-cap inside attention")
+    model = tiny_model(family, vocab_size=64, seed=2)
     try:
-        block = flex.create_block_mask(inside, documents.shape[0], None, width, width, device="cpu")
-        out = flex.flex_attention(query, key, value, block_mask=block)
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        pytest.skip(f"flex attention does not run here: {error}")
-    for line in range(documents.shape[0]):
-        for document in range(int(documents[line].max()) + 1):
-            at = torch.nonzero(documents[line] == document).flatten()
-            alone = torch.nn.functional.scaled_dot_product_attention(
-                query[line, :, at], key[line, :, at], value[line, :, at], is_causal=True
-            )
-            torch.testing.assert_close(out[line, :, at], alone, rtol=1e-5, atol=1e-5)
+        model.set_attn_implementation(attention)
+    except ValueError as error:
+        pytest.skip(f"{family}: {error}")
+    # The compiled kernel takes many seconds to make; its uncompiled form is the same sum (the slow test compiles).
+    with torch.compiler.set_stance("force_eager"):
+        for packed_TD, alone_TD in packed_and_alone(model):
+            torch.testing.assert_close(packed_TD, alone_TD, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma2"])
+def test_compiled_flex_attention_stays_inside_the_document(family: str) -> None:
+    model = tiny_model(family, vocab_size=64, seed=2)
+    model.set_attn_implementation("flex_attention")
+    for packed_TD, alone_TD in packed_and_alone(model):
+        torch.testing.assert_close(packed_TD, alone_TD, rtol=2e-5, atol=2e-5)
+
+
+def flash_on_paper(calls: list[dict]):
+    """flash attention's variable-length function written out: full softmax attention from one start to the next."""
+
+    def varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, window_size):
+        calls.append({"starts": cu_seqlens_q.tolist(), "longest": max_seqlen_q, "window": window_size})
+        assert causal and torch.equal(cu_seqlens_q, cu_seqlens_k) and max_seqlen_q == max_seqlen_k
+        assert cu_seqlens_q.dtype == torch.int32 and isinstance(max_seqlen_q, int)
+        out = torch.empty_like(q)
+        for begin, end in itertools.pairwise(cu_seqlens_q.tolist()):
+            assert end - begin <= max_seqlen_q
+            part_q, part_k, part_v = (x[begin:end].transpose(0, 1) for x in (q, k, v))
+            part_k, part_v = (x.repeat_interleave(len(part_q) // len(x), dim=0) for x in (part_k, part_v))
+            distance = torch.arange(end - begin)[:, None] - torch.arange(end - begin)
+            allowed = (distance >= 0) if window_size is None else (distance >= 0) & (distance <= window_size[0])
+            scores = (part_q @ part_k.transpose(1, 2) * softmax_scale).masked_fill(~allowed, -torch.inf)
+            out[begin:end] = (scores.softmax(-1) @ part_v).transpose(0, 1)
+        return out
+
+    def arguments(query_length, key_length, is_causal, softmax_scale=None, sliding_window=None, **more):
+        window = None if sliding_window is None or key_length <= sliding_window else (sliding_window - 1,) * 2
+        lengths = {name: more[name] for name in ("max_seqlen_q", "max_seqlen_k") if name in more}
+        return {"causal": is_causal, "softmax_scale": softmax_scale, "window_size": window, **lengths}
+
+    return (None, varlen, None, None, None), (arguments, None)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "phi3", "gpt_neox"])
+def test_flash_attention_is_told_where_documents_begin(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everything but the kernel is the real thing: ours down to transformers' call of the variable-length function."""
+    from transformers import modeling_flash_attention_utils as flash
+
+    calls: list[dict] = []
+    monkeypatch.setattr(flash, "lazy_import_flash_attention", lambda *a, **k: flash_on_paper(calls))
+    model = tiny_model(family, vocab_size=64, seed=2)
+    model.config._attn_implementation = "flash_attention_2"
+    for packed_TD, alone_TD in packed_and_alone(model):
+        torch.testing.assert_close(packed_TD, alone_TD, rtol=2e-5, atol=2e-5)
+    # Best fit of 31, 7, 40, 3, 1, 26 into 64: 40 + 7 + ... - two lines, the second line's documents after the first's.
+    lengths = [[len(one) for one in line] for line in pack_rows([row(n) for n in (31, 7, 40, 3, 1, 26)], 64)]
+    width = max(map(sum, lengths)) + -max(map(sum, lengths)) % 8
+    expected = [0]
+    for line in lengths:
+        for length in [*line, *([width - sum(line)] if sum(line) < width else [])]:
+            expected.append(expected[-1] + length)
+    assert {tuple(call["starts"]) for call in calls} == {tuple(expected)}
+    assert {call["longest"] for call in calls} == {max(b - a for a, b in itertools.pairwise(expected))}
+    windowed = {"mistral": {(23, 23)}, "qwen2": {None, (23, 23)}, "gemma3": {None, (23, 23)}}
+    assert {call["window"] for call in calls} == windowed.get(family, {None})
+
+
+def test_document_starts_by_hand() -> None:
+    starts, longest = document_starts(torch.tensor([[0, 0, 0, 1, -1, -1], [0, 1, 1, 1, 1, 2]]))
+    assert starts.tolist() == [0, 3, 4, 6, 7, 11, 12] and starts.dtype == torch.int32 and longest == 4
+    # Document 0 ends one line and begins the next: a line's end is a border all the same.
+    assert document_starts(torch.zeros(2, 3, dtype=torch.long))[0].tolist() == [0, 3, 6]
+
+
+def test_a_missing_flash_attention_is_one_clear_error(tmp_path: Path) -> None:
+    if importlib.util.find_spec("flash_attn") is not None:
+        pytest.skip("flash attention is installed")
+    folder = save_tiny_base(tmp_path / "base")
+    with pytest.raises(UserError, match=r"a library is missing: .*[Ff]lash"):
+        load_base(str(folder), device="cpu", attn_implementation="flash_attention_2")
 
 
 def test_rows_of_a_distilled_folder_are_its_very_ids(tmp_path: Path) -> None:
