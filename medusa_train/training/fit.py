@@ -95,6 +95,16 @@ def load_recipe_base(recipe: Recipe) -> Base:
         import os
 
         device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}"
+    if (
+        section.attn_implementation == "flex_attention"
+        and recipe.policy.kind != "heads_only"
+        and device in (None, "cpu")
+    ):
+        raise UserError(
+            f"flex attention has no backward on a CPU, which policy.kind={recipe.policy.kind} needs",
+            where="base.attn_implementation",
+            allowed="sdpa, eager",
+        )
     return load_base(
         section.name,
         dtype=section.dtype,
