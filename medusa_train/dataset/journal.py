@@ -63,7 +63,7 @@ class Journal:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The records there are, one at a time."""
-        for _, record in _read(self.path, self._required):
+        for _, record in read_journal(self.path, self._required):
             yield record
 
     def append(self, record: dict[str, Any]) -> None:
@@ -109,7 +109,8 @@ def _cut_torn_line(path: Path) -> int:
     return size - end
 
 
-def _read(path: Path, required: Sequence[str] = ROW_FIELDS) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_journal(path: Path, required: Sequence[str] = ROW_FIELDS) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(file:line, record) of one journal; its last line is passed over while it is being written."""
     with open(path, encoding="utf-8") as handle:
         for number, line in enumerate(handle, start=1):
             if not line.endswith("\n"):
@@ -134,7 +135,7 @@ def journal_records(folder: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, record) of every row of all shards in a folder, each id once."""
     seen: set[str] = set()
     for path in journal_files(folder):
-        for where, record in _read(path):
+        for where, record in read_journal(path):
             if record["id"] not in seen:
                 seen.add(record["id"])
                 yield where, record

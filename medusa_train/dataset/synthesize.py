@@ -1,7 +1,9 @@
 """User turns that the model makes up itself: sampled after the template's user header, so that no seed data is needed.
 
-Slot i of N has a few tries, each with a seed of its own; the first well-formed text is kept. What a slot yields
-depends on nothing but the settings, so that shards and resumed runs make the same prompts as one run.
+Slot i of N has a few tries, each with a seed of its own; the first well-formed text that no prompt and no earlier slot
+has is kept. What a slot yields depends on nothing but the settings, so that shards and resumed runs make the same
+prompts as one run. For that a shard has to know the texts of all slots: it makes its own up first, reads what other
+shards have journaled in the same folder, and makes up the rest itself; it answers its own alone.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +24,10 @@ from medusa_train.dataset.run_local import engine_for
 from medusa_train.dataset.sampling import Decoding
 from medusa_train.dataset.templates import stop_strings, user_header
 
-TRIES = 4
+# Tries of a slot: at most this many that are not well-formed, and this many in all where the text is a duplicate.
+TRIES, LONGEST_SEARCH = 4, 12
 MIN_CHARACTERS, MIN_WORDS = 12, 3
+TRY_FIELDS = ("slot", "try", "text", "refused")
 
 
 def well_formed(text: str, markers: list[str]) -> str | None:
@@ -59,7 +64,7 @@ def synthesize(
     batch_tokens: int | None = None,
     max_rows: int | None = None,
 ) -> tuple[list[Conversation], dict[str, Any]]:
-    """Up to `count` made-up prompts (this shard's share of them) and their part of the manifest.
+    """Up to `count` made-up prompts, no two alike (of these, this shard's share), and their part of the manifest.
 
     Every try is journaled in ``synthesized.jsonl`` under `out`; tries made before are not made again.
     """
@@ -69,44 +74,121 @@ def synthesize(
     header_ids = encode(base, header)
     stops = stop_token_ids(base) | set(encode(base, ending.strip())[:1] if ending.strip() else ())
     markers = stop_strings(base)
-    slots = [slot for slot in range(count) if in_shard(f"slot {slot}", shard)]
-    tries: dict[int, list[dict[str, Any]]] = {slot: [] for slot in slots}
-    with Journal(out, f"synthesized{shard_suffix(shard)}.jsonl", required=("slot", "try", "text")) as journal:
+    taken = {normal_form(message.content) for prompt in known for message in prompt.messages if message.role == "user"}
+    slots = Slots(count, taken)
+    own = {slot for slot in range(count) if in_shard(f"slot {slot}", shard)}
+    with Journal(out, f"synthesized{shard_suffix(shard)}.jsonl", required=TRY_FIELDS) as journal:
         for record in journal.read():
-            tries.get(record["slot"], []).append(record)
-        open_slots = [slot for slot in slots if _open(tries[slot])]
-        if open_slots:
-            with progress("make up prompts", total=len(open_slots), unit="prompts") as bar:
-                engine = engine_for(
-                    base, Decoding(temperature), sorted(stops), batch_tokens=batch_tokens, max_rows=max_rows
-                )
+            slots.add(record)
+        slots.read_others(out, journal.path)
+        if not slots.open():
+            return slots.chosen(own, system)
+        engine = engine_for(base, Decoding(temperature), sorted(stops), batch_tokens=batch_tokens, max_rows=max_rows)
 
-                def ask(slot: int) -> None:
-                    number = len(tries[slot])
-                    name = f"{seed}:slot {slot}:try {number}".encode()
-                    own = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
-                    engine.submit(Request(slot, header_ids, max_tokens, own, wave=0))
+        def ask(slot: int) -> None:
+            name = f"{seed}:slot {slot}:try {len(slots.tries[slot])}".encode()
+            own_seed = int.from_bytes(hashlib.sha256(name).digest()[:8], "big")
+            engine.submit(Request(slot, header_ids, max_tokens, own_seed, wave=0))
 
-                def on_finish(completion: Completion) -> None:
-                    slot = completion.request.key
-                    text = _user_text(base, completion, ending)
-                    verdict = "never ends" if text is None else well_formed(text, markers)
-                    record = {"slot": slot, "try": len(tries[slot]), "text": text or "", "refused": verdict}
-                    tries[slot].append(record)
-                    journal.append(record)
-                    if _open(tries[slot]):
+        def on_finish(completion: Completion) -> None:
+            slot = completion.request.key
+            text = _user_text(base, completion, ending)
+            verdict = "never ends" if text is None else well_formed(text, markers)
+            record = {"slot": slot, "try": len(slots.tries[slot]), "text": text or "", "refused": verdict}
+            slots.add(record)
+            journal.append(record)
+            if verdict is not None and _verdict(slots.tries[slot], set())[1]:
+                ask(slot)
+            else:
+                bar.advance()
+
+        with progress("make up prompts", total=None, unit="prompts") as bar:
+            for mine in (True, False):
+                # Duplicates show only once the slots before have their texts: round by round until none is open.
+                while waiting := [slot for slot in slots.open() if not mine or slot in own]:
+                    for slot in waiting:
                         ask(slot)
-                    else:
-                        bar.advance()
-
-                for slot in open_slots:
-                    ask(slot)
-                engine.run(on_finish)
-    return _select(tries, known, system, count)
+                    engine.run(on_finish)
+                if mine:
+                    slots.read_others(out, journal.path)
+    return slots.chosen(own, system)
 
 
-def _open(records: list[dict[str, Any]]) -> bool:
-    return len(records) < TRIES and not any(record["refused"] is None for record in records)
+class Slots:
+    """The tries of every slot, and which text each slot has in the end.
+
+    Args:
+        count: slots.
+        taken: normal forms of the texts that no slot may have.
+    """
+
+    def __init__(self, count: int, taken: set[str]) -> None:
+        self.tries: list[list[dict[str, Any]]] = [[] for _ in range(count)]
+        self._taken = taken
+
+    def add(self, record: dict[str, Any]) -> None:
+        """One try; others of the same number, and of slots that are not asked for, are passed over."""
+        if record["slot"] < len(self.tries) and record["try"] == len(self.tries[record["slot"]]):
+            self.tries[record["slot"]].append(record)
+
+    def read_others(self, folder: str | Path, own: Path) -> None:
+        """Adds what other shards have journaled in the same folder so far."""
+        from medusa_train.dataset.journal import read_journal
+
+        for path in sorted(Path(folder).glob("synthesized*.jsonl")):
+            if path.name != own.name:
+                for _, record in read_journal(path, TRY_FIELDS):
+                    self.add(record)
+
+    def _walk(self) -> Iterator[tuple[int, str | None, bool]]:
+        """(slot, its text or None, whether it may be tried again) in the order of slots: earlier slots come first."""
+        seen = set(self._taken)
+        for slot, records in enumerate(self.tries):
+            text, more = _verdict(records, seen)
+            if text is not None:
+                seen.add(normal_form(text))
+            yield slot, text, more
+
+    def open(self) -> list[int]:
+        """Slots without a text that may be tried again."""
+        return [slot for slot, text, more in self._walk() if text is None and more]
+
+    def chosen(self, own: set[int], system: str | None) -> tuple[list[Conversation], dict[str, Any]]:
+        """The prompts of the slots in `own`, and the manifest's facts about all slots; says what came of them."""
+        prompts, kept = [], 0
+        refused = Counter(record["refused"] for records in self.tries for record in records if record["refused"])
+        for slot, text, _ in self._walk():
+            good = sum(record["refused"] is None for record in self.tries[slot])
+            refused["duplicate"] += good - (text is not None)
+            kept += text is not None
+            if text is not None and slot in own:
+                turns = (Message("system", system),) if system is not None else ()
+                name = f"synthesized-{slot:06d}"
+                prompts.append(
+                    Conversation((*turns, Message("user", text)), f"synthesized:{slot}", "synthesized", name)
+                )
+        made, count = sum(map(len, self.tries)), len(self.tries)
+        words = ", ".join(f"{name} {number}" for name, number in refused.most_common() if number) or "none"
+        say(f"{kept} made-up prompts for {count} asked; {made} tries, refused: {words}")
+        if kept < count:
+            say(
+                f"{count - kept} prompts are short: their slots had {TRIES} ill-formed texts or {LONGEST_SEARCH} tries;"
+                " another --synthesize-temperature or more --prompts may help"
+            )
+        facts = {"asked": count, "kept": kept, "tries": made, "refused": {k: v for k, v in refused.items() if v}}
+        return prompts, facts
+
+
+def _verdict(records: list[dict[str, Any]], seen: set[str]) -> tuple[str | None, bool]:
+    """The first well-formed text that is not in `seen`, and whether a slot with these tries may have another."""
+    bad = 0
+    for record in records[:LONGEST_SEARCH]:
+        bad += record["refused"] is not None
+        if bad >= TRIES:
+            return None, False
+        if record["refused"] is None and normal_form(record["text"]) not in seen:
+            return record["text"].strip(), False
+    return None, len(records) < LONGEST_SEARCH
 
 
 def _user_text(base: Any, completion: Completion, ending: str) -> str | None:
@@ -120,30 +202,3 @@ def _user_text(base: Any, completion: Completion, ending: str) -> str | None:
             completion.token_ids[:-1], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
     return None
-
-
-def _select(
-    tries: dict[int, list[dict[str, Any]]], known: list[Conversation], system: str | None, count: int
-) -> tuple[list[Conversation], dict[str, Any]]:
-    seen = {normal_form(message.content) for prompt in known for message in prompt.messages if message.role == "user"}
-    prompts, refused = [], Counter()
-    for slot, records in sorted(tries.items()):
-        refused.update(record["refused"] for record in records if record["refused"])
-        for record in records:
-            if record["refused"] is not None:
-                continue
-            text = record["text"].strip()
-            if normal_form(text) in seen:
-                refused["duplicate"] += 1
-            else:
-                seen.add(normal_form(text))
-                turns = (Message("system", system),) if system is not None else ()
-                name = f"synthesized-{slot:06d}"
-                prompts.append(
-                    Conversation((*turns, Message("user", text)), f"synthesized:{slot}", "synthesized", name)
-                )
-            break
-    made = sum(len(records) for records in tries.values())
-    words = ", ".join(f"{name} {number}" for name, number in refused.most_common()) or "none"
-    say(f"{len(prompts)} made-up prompts for {len(tries)} asked; {made} tries, refused: {words}")
-    return prompts, {"asked": count, "kept": len(prompts), "tries": made, "refused": dict(refused)}

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
+import random
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from medusa_train.cli.app import build_app
-from medusa_train.dataset import load_rows, render_prompt
+from medusa_train.dataset import Conversation, Message, load_rows, render_prompt
 from medusa_train.dataset.distill import DistillSettings
 from medusa_train.dataset.job import LocalOptions, SynthesizeOptions, distill
 from medusa_train.dataset.journal import Journal, journal_records
 from medusa_train.dataset.merge import merge_shards
-from medusa_train.dataset.synthesize import normal_form, well_formed
+from medusa_train.dataset.requests import Completion
+from medusa_train.dataset.synthesize import LONGEST_SEARCH, TRIES, normal_form, synthesize, well_formed
 from medusa_train.errors import UserError
 from medusa_train.modeling.base import load_base
 from tests.dataset.test_reading import write
@@ -215,9 +222,100 @@ def test_made_up_prompts_are_journaled_checked_and_deduplicated(base, words_only
     assert all(well_formed(text, ["<|im_end|>", "<|im_start|>"]) is None for text in texts)
     assert {record["category"] for record in records} == {"synthesized"}
     tries = (tmp_path / "out" / "synthesized.jsonl").read_text().splitlines()
-    assert facts["tries"] == len(tries) <= 32
+    assert facts["tries"] == len(tries) <= 8 * LONGEST_SEARCH
     go(base, [], tmp_path / "out", settings=settings, synthesize=8)
     assert (tmp_path / "out" / "synthesized.jsonl").read_text().splitlines() == tries
+
+
+class PlannedEngine:
+    """An engine that says what a plan holds for (slot, try), finishing requests in an order of its own."""
+
+    def __init__(self, base, plan: dict[tuple[int, int], str], order: random.Random) -> None:
+        self.base, self.plan, self.order = base, plan, order
+        self.waiting: list = []
+
+    def submit(self, request) -> None:
+        self.waiting.append(request)
+
+    def run(self, on_finish) -> None:
+        while self.waiting:
+            request = self.waiting.pop(self.order.randrange(len(self.waiting)))
+            number = self.numbers[request.seed]
+            ids = self.base.tokenizer(self.plan[number], add_special_tokens=False)["input_ids"]
+            on_finish(Completion(request, [*ids, self.base.tokenizer.eos_token_id], "stop"))
+
+    @functools.cached_property
+    def numbers(self) -> dict[int, tuple[int, int]]:
+        """Which slot and try a seed belongs to, by the rule that names them."""
+        return {
+            int.from_bytes(hashlib.sha256(f"3:slot {slot}:try {number}".encode()).digest()[:8], "big"): (slot, number)
+            for slot, number in self.plan
+        }
+
+
+def made_up_one_by_one(plan: dict[tuple[int, int], str], count: int, taken: set[str]) -> list[str]:
+    """What --synthesize is to give, slot after slot."""
+    found = []
+    for slot in range(count):
+        bad = 0
+        for number in range(LONGEST_SEARCH):
+            text = plan[slot, number]
+            if len(text) < 12:
+                bad += 1
+                if bad == TRIES:
+                    break
+            elif text not in taken:
+                taken = {*taken, text}
+                found.append(text)
+                break
+    return found
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    chance=st.randoms(use_true_random=False), kinds=st.integers(2, 30), shards=st.integers(1, 4), shared=st.booleans()
+)
+def test_duplicates_are_replaced_the_same_way_by_one_machine_and_by_shards(
+    base, chance: random.Random, kinds: int, shards: int, shared: bool
+) -> None:
+    count = 12
+    texts = ["no", *(f"write about subject {chr(97 + n % 26)}{n // 26} please" for n in range(kinds))]
+    plan = {(slot, number): chance.choice(texts) for slot in range(count) for number in range(LONGEST_SEARCH)}
+    known = [Conversation((Message("user", texts[1]),), "test")]
+    found = []
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for index in range(1, shards + 1):
+            engine = PlannedEngine(base, plan, chance)
+            patch.setattr("medusa_train.dataset.synthesize.engine_for", lambda *a, engine=engine, **k: engine)
+            out = Path(folder) / ("same" if shared else str(index))
+            more = {"known": known, "system": None, "seed": 3, "temperature": 1.0, "max_tokens": 24}
+            made, facts = synthesize(base, count, out, shard=(index, shards), **more)
+            again, _ = synthesize(base, count, out, shard=(index, shards), **more)
+            assert [one.messages for one in again] == [one.messages for one in made]
+            found += [one.messages[-1].content for one in made]
+            assert facts["asked"] == count
+    expected = made_up_one_by_one(plan, count, {texts[1]})
+    assert sorted(found) == sorted(expected) and len(set(found)) == len(found)
+    assert facts["kept"] == len(expected)
+
+
+def test_a_shortfall_of_made_up_prompts_is_said(
+    base, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    plan = {(slot, number): "always the same words" for slot in range(3) for number in range(LONGEST_SEARCH)}
+    engine = PlannedEngine(base, plan, random.Random(0))
+    monkeypatch.setattr("medusa_train.dataset.synthesize.engine_for", lambda *a, **k: engine)
+    made, facts = synthesize(
+        base, 3, tmp_path, known=[], system=None, seed=3, temperature=1.0, max_tokens=24
+    )  # fmt: skip
+    assert [one.messages[-1].content for one in made] == ["always the same words"]
+    assert facts == {
+        "asked": 3,
+        "kept": 1,
+        "tries": 1 + 2 * LONGEST_SEARCH,
+        "refused": {"duplicate": 2 * LONGEST_SEARCH},
+    }
+    assert "2 prompts are short" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
