@@ -68,9 +68,12 @@ class Journal:
 
     def append(self, record: dict[str, Any]) -> None:
         """Writes one line in one piece and hands it to the operating system: a kill of this process cannot undo it."""
-        data = json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        self.append_line(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+
+    def append_line(self, line: bytes) -> None:
+        """`append` for a record that is a journal's line already, its newline included."""
         try:
-            self._handle.write(data)
+            self._handle.write(line)
             self._handle.flush()
         except OSError as error:
             raise UserError(f"cannot be written: {error.strerror}", where=str(self.path)) from error
@@ -111,9 +114,22 @@ def _cut_torn_line(path: Path) -> int:
 
 def read_journal(path: Path, required: Sequence[str] = ROW_FIELDS) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file:line, record) of one journal; its last line is passed over while it is being written."""
-    with open(path, encoding="utf-8") as handle:
+    for number, _, record in _read_at(path, required):
+        yield f"{path}:{number}", record
+
+
+def journal_offsets(path: Path) -> Iterator[tuple[int, str]]:
+    """(byte offset, id) of every row of one journal."""
+    for _, offset, record in _read_at(path, ROW_FIELDS):
+        yield offset, record["id"]
+
+
+def _read_at(path: Path, required: Sequence[str]) -> Iterator[tuple[int, int, dict[str, Any]]]:
+    """(line number, byte offset, record)."""
+    offset = 0
+    with open(path, "rb") as handle:
         for number, line in enumerate(handle, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return  # a line that is being written, or was when its writer was killed
             try:
                 record = json.loads(line)
@@ -123,7 +139,8 @@ def read_journal(path: Path, required: Sequence[str] = ROW_FIELDS) -> Iterator[t
                 raise UserError(
                     "not a distilled row", where=f"{path}:{number}", fix="remove the line; `distill` will make it again"
                 ) from error
-            yield f"{path}:{number}", record
+            yield number, offset, record
+            offset += len(line)
 
 
 def journal_files(folder: str | Path) -> list[Path]:

@@ -198,6 +198,42 @@ def test_shards_merge_to_the_one_machine_result(base, words_only, prompts: str, 
     assert len(load_rows(tmp_path / "merged", base).rows) == len(one)
 
 
+def shard_by_hand(folder: Path, shard: int, of: int, names: list[str]) -> Path:
+    rows = [
+        {"id": name, "input_ids": [shard, n], "loss_mask": [[1, 2]], "messages": [], "finish_reason": "stop",
+         "ids_exact": True} for n, name in enumerate(names)
+    ]  # fmt: skip
+    write(folder / f"rows.{shard}-of-{of}.jsonl", *rows)
+    facts = {"job_hash": "j", "prompts": {"sha256": "p"}, "complete": True, "shard": [shard, of]}
+    facts["counts"] = {"skipped": {"too long": shard}}
+    (folder / f"manifest.{shard}-of-{of}.json").write_text(json.dumps(facts))
+    return folder
+
+
+def test_merging_goes_by_id_keeps_lines_as_they_are_and_can_go_on(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    folders = [
+        shard_by_hand(tmp_path / "a", 1, 2, ["m", "b", "zz"]),
+        shard_by_hand(tmp_path / "b", 2, 2, ["a", "b", "é"]),
+    ]
+    merged = merge_shards(folders, tmp_path / "out")
+    lines = (tmp_path / "out" / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    known = b"".join(path.read_bytes() for folder in folders for path in folder.glob("rows*"))
+    assert [json.loads(line)["id"] for line in lines] == ["a", "b", "m", "zz", "é"]
+    assert json.loads(lines[1])["input_ids"] == [1, 1]  # of two rows with one id the first shard's
+    assert all(line in known for line in lines)
+    assert merged["counts"]["rows"] == 5 == merged["counts"]["supervised_tokens"]
+    assert merged["counts"]["skipped"] == {"too long": 3}
+    # Cut off while it wrote: the rest is added.
+    (tmp_path / "out" / "rows.jsonl").write_bytes(b"".join(lines[:3]) + lines[3][:9])
+    assert merge_shards(folders, tmp_path / "out")["counts"] == merged["counts"]
+    assert (tmp_path / "out" / "rows.jsonl").read_bytes() == b"".join(lines)
+    (tmp_path / "out" / "rows.jsonl").write_bytes(lines[0].replace(b'"a"', b'"x"'))
+    with pytest.raises(UserError, match="rows of another job"):
+        merge_shards(folders, tmp_path / "out")
+
+
 @pytest.fixture
 def words_only(base, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the random model emit words and the end of a turn alone: it would hardly ever make up a prompt else."""
