@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_train.console import say
+from medusa_train.dataset.server_styles import Dialect, answer_ids
 from medusa_train.errors import UserError
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 520, 522, 524, 529}
@@ -52,7 +53,7 @@ class _Server:
     failures: int = 0
     aside_until: float = 0.0
     answered: int = 0
-    gives_ids: bool = True  # whether it may be asked for token ids
+    dialect: Dialect = field(default_factory=Dialect)
     last_reason: str = ""
     gate: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(1))
 
@@ -120,7 +121,9 @@ class ServerPool:
                 reply = await self._client.get(f"{server.url}/models", timeout=min(self._timeout, 10.0))
                 if reply.status_code in (401, 403):
                     raise UserError(f"the server refuses the API key (HTTP {reply.status_code})", where=server.url)
-                names = [str(item["id"]) for item in reply.json().get("data", [])] if reply.is_success else []
+                models = reply.json().get("data", []) if reply.is_success else []
+                names = [str(item["id"]) for item in models]
+                server.dialect = Dialect(str(models[0].get("owned_by", ""))) if models else Dialect()
             except (httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
                 problems.append(f"{server.url}: {type(error).__name__} {str(error)[:80]}")
                 self._put_aside(server, "does not answer")
@@ -187,16 +190,31 @@ class ServerPool:
             say(f"{server.url} is set aside for {self.aside:.0f} s: {reason}")
         server.aside_until, server.failures = time.monotonic() + self.aside, 0
 
-    async def _once(
-        self, server: _Server, messages: list[dict[str, str]], body: dict[str, Any], ask_ids: bool | None = None
-    ) -> Reply:
+    async def _once(self, server: _Server, messages: list[dict[str, str]], body: dict[str, Any]) -> Reply:
+        """One try; a request that is refused is sent again without what the server may not know."""
+        fixed = {"model": server.model or "default", "messages": messages, "stream": False}
+        dialect = server.dialect
+        while True:
+            response = await self._post(server, {**fixed, **dialect.fields(body)})
+            if response.status_code not in (400, 422):
+                break
+            simpler = dialect.simpler(body, response.text)
+            if simpler is None:
+                break
+            dialect = simpler
+        if response.status_code >= 400:
+            return Reply(refusal=f"HTTP {response.status_code}: {_message(response)}")
+        reply = _parsed(response)
+        if dialect.omitted - server.dialect.omitted >= {"seed"}:
+            say(f"{server.url} takes no seed: what it samples cannot be made again")
+        # What worked is what it is sent from now on; a request that was refused in every form says nothing.
+        server.dialect = dialect.learn(response.json())
+        return reply
+
+    async def _post(self, server: _Server, request: dict[str, Any]) -> Any:
+        """The response to one request, where it is an answer or a refusal of this very request."""
         import httpx
 
-        request = {"model": server.model or "default", "messages": messages, "stream": False, **body}
-        ask_ids = server.gives_ids if ask_ids is None else ask_ids
-        if ask_ids:
-            # vLLM returns the very ids with this; others ignore it or answer 400, and are then asked without.
-            request["return_token_ids"] = True
         try:
             # httpx's time-outs are per read; a server that drips bytes must not hold a place for ever.
             response = await asyncio.wait_for(
@@ -214,14 +232,7 @@ class ServerPool:
                 where=server.url,
                 fix="check --url, --server-model and the API key",
             )
-        if response.status_code >= 400:
-            if ask_ids and response.status_code in (400, 422):
-                reply = await self._once(server, messages, body, ask_ids=False)
-                if reply.refusal is None:  # so it was the field, not the request
-                    server.gives_ids = False
-                return reply
-            return Reply(refusal=f"HTTP {response.status_code}: {_message(response)}")
-        return _parsed(response)
+        return response
 
 
 def _parsed(response: Any) -> Reply:
@@ -233,23 +244,14 @@ def _parsed(response: Any) -> Reply:
         finish = choice["finish_reason"]
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise Retry(f"half an answer: {type(error).__name__}") from error
+    if finish in ("tool_calls", "function_call", "content_filter"):
+        return Reply(refusal=f"finish_reason {finish}")  # it would be so again
     if not isinstance(text, str) or finish not in ("stop", "length", "eos", "eos_token", "stop_sequence"):
         raise Retry(f"half an answer: finish_reason {finish!r}")
-    ids = next(
-        (item.get(name) for item in (choice, choice["message"]) for name in ("token_ids", "tokens") if item.get(name)),
-        None,
-    )
-    prompt_ids = next((item["prompt_token_ids"] for item in (data, choice) if item.get("prompt_token_ids")), None)
+    ids, prompt_ids = answer_ids(data)
     usage = data.get("usage") or {}
-    if not _ids(ids):
-        ids = prompt_ids = None
     count = usage.get("completion_tokens") or (len(ids) if ids else max(1, len(text) // 4))
-    reason = "length" if finish == "length" else "stop"
-    return Reply(text, reason, ids, prompt_ids if _ids(prompt_ids) else None, int(count))
-
-
-def _ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(item) is int and item >= 0 for item in value)
+    return Reply(text, "length" if finish == "length" else "stop", ids, prompt_ids, int(count))
 
 
 def _retry_after(value: str | None) -> float | None:

@@ -21,13 +21,20 @@ def answer_to(messages: list[dict[str, str]]) -> str:
     return " ".join(WORDS[byte % len(WORDS)] for byte in digest[: 3 + digest[0] % 9])
 
 
+class _Http(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 128  # of the default 5, a burst of connections loses some to a second's wait
+
+
 class LoopbackServer:
     """Speaks /v1/models and /v1/chat/completions.
 
     Args:
         fault: called with the number of the request; names what goes wrong, or None.
         tokenizer: with it, token ids are returned where asked for (`return_token_ids`).
+        style: the server it speaks like: "vllm", "sglang", "llamacpp", "tgi", or any other.
         strict: answers 400 to request fields that are not OpenAI's.
+        refuse: names what is wrong with a request, or None: (status, error body).
         delay: seconds that a "slow" answer takes, and a "timeout" many times over.
     """
 
@@ -37,12 +44,14 @@ class LoopbackServer:
         *,
         tokenizer: Any = None,
         render: Callable[[list[dict[str, str]]], list[int]] | None = None,
+        style: str = "vllm",
         strict: bool = False,
+        refuse: Callable[[dict], tuple[int, dict] | None] = lambda request: None,
         delay: float = 0.3,
         cut_after: int | None = None,
     ):
         self.fault, self.tokenizer, self.render, self.strict, self.delay = fault, tokenizer, render, strict, delay
-        self.cut_after = cut_after
+        self.cut_after, self.style, self.refuse = cut_after, style, refuse
         self.seen: Counter = Counter()
         self.answered: Counter = Counter()
         self.requests: list[dict] = []
@@ -57,7 +66,7 @@ class LoopbackServer:
                 pass
 
             def do_GET(self) -> None:
-                outer.send(self, 200, {"object": "list", "data": [{"id": "tiny"}]})
+                outer.send(self, 200, {"object": "list", "data": [{"id": "tiny", "owned_by": outer.style}]})
 
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -73,8 +82,7 @@ class LoopbackServer:
                     with outer._lock:
                         outer._now -= 1
 
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = _Http(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.http.server_port}"
         self._thread = threading.Thread(target=self.http.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
 
@@ -108,6 +116,10 @@ class LoopbackServer:
         if self.strict and extra:
             self.send(handler, 400, {"error": {"message": f"unknown fields {sorted(extra)}"}})
             return
+        refusal = self.refuse(request)
+        if refusal is not None:
+            self.send(handler, *refusal)
+            return
         if fault in ("429", "500", "503"):
             self.send(handler, int(fault), {"error": "later"}, {"Retry-After": "0.01"} if fault == "429" else None)
             return
@@ -133,10 +145,26 @@ class LoopbackServer:
             text, finish = " ".join(text.split()[: self.cut_after]), "length"
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
         data = {"id": "x", "object": "chat.completion", "choices": [choice], "usage": {"completion_tokens": 5}}
-        if self.tokenizer is not None and request.get("return_token_ids"):
-            choice["token_ids"] = self.ids_of(text) + ([self.tokenizer.eos_token_id] if finish == "stop" else [])
-            data["prompt_token_ids"] = self.render(request["messages"])
+        if self.tokenizer is not None:
+            ids = self.ids_of(text) + ([self.tokenizer.eos_token_id] if finish == "stop" else [])
+            self.add_ids(request, data, choice, ids)
         return data
+
+    def add_ids(self, request: dict, data: dict, choice: dict, ids: list[int]) -> None:
+        """The ids where a server of this style puts them, if it was asked the way it wants to be."""
+        prompt = self.render(request["messages"])
+        if self.style == "vllm" and request.get("return_token_ids"):
+            choice["token_ids"], data["prompt_token_ids"] = ids, prompt
+        elif self.style == "sglang":
+            if request.get("return_meta_info") and request.get("logprobs"):
+                choice["meta_info"] = {"output_token_logprobs": [[-0.5, token, "x"] for token in ids]}
+            if request.get("return_prompt_token_ids"):
+                choice["prompt_token_ids"] = prompt
+        elif self.style == "llamacpp":  # started with --verbose
+            data["__verbose"] = {"content": choice["message"]["content"], "prompt": "text", "stop": True}
+            data["__verbose"]["tokens"] = ids if request.get("return_tokens") else []
+        elif self.style == "tgi":
+            choice["finish_reason"] = {"stop": "eos_token"}.get(choice["finish_reason"], choice["finish_reason"])
 
     def ids_of(self, text: str) -> list[int]:
         """Ids that no tokenizer would give for the text, one per character: only the server can know them."""

@@ -78,8 +78,10 @@ def test_nothing_is_lost_with_faults_of_every_kind(base, prompts: str, tmp_path:
     assert manifest["complete"] and manifest["backend"] == "server" and manifest["counts"]["retokenized"] == 40
 
 
-def test_ids_of_the_server_are_kept(base, prompts: str, tmp_path: Path) -> None:
-    with LoopbackServer(tokenizer=base.tokenizer, render=lambda m: render_prompt(base, m)) as server:
+@pytest.mark.parametrize("style", ["vllm", "sglang", "llamacpp"])
+def test_ids_of_the_server_are_kept(base, prompts: str, tmp_path: Path, style: str) -> None:
+    """Each server is asked in its own way, found out from what it says of itself."""
+    with LoopbackServer(tokenizer=base.tokenizer, render=lambda m: render_prompt(base, m), style=style) as server:
         go(base, prompts, tmp_path / "out", [server.url])
         for record in check_texts(tmp_path / "out"):
             assert record["ids_exact"]
@@ -119,6 +121,76 @@ def test_a_server_that_knows_only_openais_fields(base, prompts: str, tmp_path: P
     check_texts(tmp_path / "out")
     with LoopbackServer(strict=True) as server, pytest.raises(UserError, match=r"every request is refused.*top_k"):
         go(base, prompts, tmp_path / "out2", [server.url], settings=DistillSettings(16, temperature=0.7, top_k=5))
+
+
+@pytest.mark.parametrize("style", ["tgi", "sglang before 0.5.13", "transformers"])
+def test_a_server_that_returns_no_ids_is_asked_and_marked(base, prompts: str, tmp_path: Path, style: str) -> None:
+    with LoopbackServer(tokenizer=base.tokenizer, render=lambda m: render_prompt(base, m), style=style) as server:
+        go(base, prompts, tmp_path / "out", [server.url])
+    assert not any(record["ids_exact"] for record in check_texts(tmp_path / "out"))
+
+
+def test_an_old_sglang_is_not_made_to_send_log_probs_for_nothing(base, prompts: str, tmp_path: Path) -> None:
+    with LoopbackServer(style="sglang") as server:  # no ids, whatever is asked
+        go(base, prompts, tmp_path / "out", [server.url])
+        asked = [request for request in server.requests if "logprobs" in request]
+        assert 1 <= len(asked) <= 8  # the first of each place
+    check_texts(tmp_path / "out")
+
+
+def one_at_a_time(*names: str):
+    """422 as pydantic words it, for the first of the fields alone."""
+
+    def refuse(request: dict):
+        for name in names:
+            if name in request:
+                detail = [{"type": "extra_forbidden", "loc": ["body", name], "msg": "Extra inputs are not permitted"}]
+                return 422, {"detail": detail}
+        return None
+
+    return refuse
+
+
+def old_length_field(request: dict):
+    if "max_tokens" in request:
+        message = "Unsupported parameter: 'max_tokens' is not supported. Use 'max_completion_tokens' instead."
+        return 400, {"error": {"message": message, "param": "max_tokens"}}
+    return None
+
+
+@pytest.mark.parametrize(
+    ("style", "refuse", "gone"),
+    [
+        ("mistral", one_at_a_time("return_token_ids", "seed"), {"return_token_ids", "seed"}),
+        ("sglang", one_at_a_time("return_meta_info"), {"return_meta_info"}),
+        ("llamacpp", one_at_a_time("return_tokens"), {"return_tokens"}),
+        ("openai", old_length_field, {"max_tokens"}),
+        ("vllm", lambda r: (400, {"error": "bad request"}) if "return_token_ids" in r else None, {"return_token_ids"}),
+    ],
+)  # fmt: skip
+def test_fields_that_a_server_refuses_are_left_out(
+    base, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture, style: str, refuse, gone: set[str]
+) -> None:
+    with LoopbackServer(style=style, refuse=refuse) as server:
+        go(base, prompts, tmp_path / "out", [server.url], settings=DistillSettings(16, temperature=0.7, top_p=0.9))
+        asked_in_vain = [request for request in server.requests if gone & request.keys()]
+        last = [request for request in server.requests if not gone & request.keys()]
+    assert len(asked_in_vain) <= 8 * len(gone)  # the first of each place, a field at a time
+    assert len(last) == 60
+    limits = {request.get("max_tokens") or request.get("max_completion_tokens") for request in last}
+    assert limits == {16} and {request["top_p"] for request in last} == {0.9}
+    assert all(("seed" in request) == ("seed" not in gone) for request in last)
+    assert ("takes no seed" in capsys.readouterr().err) == ("seed" in gone)
+    check_texts(tmp_path / "out")
+
+
+def test_what_changes_the_answers_is_never_left_out(base, prompts: str, tmp_path: Path) -> None:
+    settings = DistillSettings(16, temperature=0.7, top_p=0.9)
+    with (
+        LoopbackServer(refuse=one_at_a_time("top_p")) as server,
+        pytest.raises(UserError, match=r"every request is refused.*HTTP 422.*top_p"),
+    ):
+        go(base, prompts, tmp_path / "out", [server.url], settings=settings)
 
 
 def test_load_is_shared_and_a_dead_server_set_aside(base, prompts: str, tmp_path: Path) -> None:
