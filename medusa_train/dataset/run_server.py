@@ -103,14 +103,25 @@ def request_body(resolved: dict[str, Any], seed: int) -> dict[str, Any]:
 def _take(dialogue: Dialogue, reply: Reply, base: Any, resolved: dict[str, Any]) -> bool:
     """Gives the dialogue its answer: the server's ids where it sent them, else the text tokenized again."""
     prompt_ids = render_prompt(base, dialogue.messages)
-    if reply.token_ids is not None:
-        ids = list(reply.token_ids)
+    ids = None if reply.token_ids is None else with_stop_token(reply, resolved["stop_token_ids"])
+    if ids is not None:
         theirs = list(reply.prompt_token_ids) if reply.prompt_token_ids is not None else prompt_ids
         dialogue.answer(reply.text, theirs, ids, reply.finish_reason, exact=True)
         return theirs != prompt_ids
     ids = retokenized(base, dialogue.messages, reply.text, reply.finish_reason, len(prompt_ids))
     dialogue.answer(reply.text, prompt_ids, ids, reply.finish_reason, exact=False)
     return False
+
+
+def with_stop_token(reply: Reply, stop_ids: list[int]) -> list[int] | None:
+    """The server's ids with the stop token that ended them, which some servers cut off with its text.
+
+    None where it is missing and could be any of several: such an answer is known by its text alone.
+    """
+    ids = list(reply.token_ids)
+    if reply.finish_reason != "stop" or ids[-1] in stop_ids:
+        return ids
+    return [*ids, *stop_ids] if len(stop_ids) == 1 else None
 
 
 def retokenized(

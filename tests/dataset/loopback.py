@@ -35,6 +35,7 @@ class LoopbackServer:
         style: the server it speaks like: "vllm", "sglang", "llamacpp", "tgi", or any other.
         strict: answers 400 to request fields that are not OpenAI's.
         refuse: names what is wrong with a request, or None: (status, error body).
+        trim_stop: leaves the stop token out of the ids.
         delay: seconds that a "slow" answer takes, and a "timeout" many times over.
     """
 
@@ -46,12 +47,13 @@ class LoopbackServer:
         render: Callable[[list[dict[str, str]]], list[int]] | None = None,
         style: str = "vllm",
         strict: bool = False,
+        trim_stop: bool = False,
         refuse: Callable[[dict], tuple[int, dict] | None] = lambda request: None,
         delay: float = 0.3,
         cut_after: int | None = None,
     ):
         self.fault, self.tokenizer, self.render, self.strict, self.delay = fault, tokenizer, render, strict, delay
-        self.cut_after, self.style, self.refuse = cut_after, style, refuse
+        self.cut_after, self.style, self.refuse, self.trim_stop = cut_after, style, refuse, trim_stop
         self.seen: Counter = Counter()
         self.answered: Counter = Counter()
         self.requests: list[dict] = []
@@ -146,7 +148,8 @@ class LoopbackServer:
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": finish}
         data = {"id": "x", "object": "chat.completion", "choices": [choice], "usage": {"completion_tokens": 5}}
         if self.tokenizer is not None:
-            ids = self.ids_of(text) + ([self.tokenizer.eos_token_id] if finish == "stop" else [])
+            stopped = finish == "stop" and not self.trim_stop
+            ids = self.ids_of(text) + ([self.tokenizer.eos_token_id] if stopped else [])
             self.add_ids(request, data, choice, ids)
         return data
 

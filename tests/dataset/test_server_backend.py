@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.dataset.backend_server import ServerPool
+from medusa_train.dataset.backend_server import Reply, ServerPool
 from medusa_train.dataset.distill import DistillSettings
 from medusa_train.dataset.job import ServerOptions, distill
 from medusa_train.dataset.journal import journal_records, rows_of_record
 from medusa_train.dataset.render import render_prompt
+from medusa_train.dataset.run_server import with_stop_token
 from medusa_train.errors import UserError
 from medusa_train.modeling.base import load_tokenizer
 from tests.dataset.loopback import LoopbackServer, answer_to
@@ -78,10 +79,12 @@ def test_nothing_is_lost_with_faults_of_every_kind(base, prompts: str, tmp_path:
     assert manifest["complete"] and manifest["backend"] == "server" and manifest["counts"]["retokenized"] == 40
 
 
-@pytest.mark.parametrize("style", ["vllm", "sglang", "llamacpp"])
-def test_ids_of_the_server_are_kept(base, prompts: str, tmp_path: Path, style: str) -> None:
-    """Each server is asked in its own way, found out from what it says of itself."""
-    with LoopbackServer(tokenizer=base.tokenizer, render=lambda m: render_prompt(base, m), style=style) as server:
+@pytest.mark.parametrize("style, trim", [("vllm", False), ("sglang", False), ("llamacpp", False), ("sglang", True)])
+def test_ids_of_the_server_are_kept(base, prompts: str, tmp_path: Path, style: str, trim: bool) -> None:
+    """Each server is asked in its own way, found out from what it says of itself; a stop token that it cuts off is put
+    back."""
+    how = {"tokenizer": base.tokenizer, "render": lambda m: render_prompt(base, m), "style": style, "trim_stop": trim}
+    with LoopbackServer(**how) as server:
         go(base, prompts, tmp_path / "out", [server.url])
         for record in check_texts(tmp_path / "out"):
             assert record["ids_exact"]
@@ -92,6 +95,16 @@ def test_ids_of_the_server_are_kept(base, prompts: str, tmp_path: Path, style: s
             kept = [row.input_ids[row.loss_mask == 1].tolist() for row in rows]
             # One id per character: the second turn's prompt is tokenized as text, so each turn has a row of its own.
             assert kept == [[*server.ids_of(text), base.tokenizer.eos_token_id] for text in answers]
+
+
+def test_a_stop_token_that_is_missing_and_could_be_any_is_not_made_up() -> None:
+    def reply(ids: list[int], reason: str) -> Reply:
+        return Reply("x", reason, ids)
+
+    assert with_stop_token(reply([5, 2], "stop"), [2, 7]) == [5, 2]
+    assert with_stop_token(reply([5], "stop"), [2]) == [5, 2]
+    assert with_stop_token(reply([5], "length"), [2]) == [5]
+    assert with_stop_token(reply([5], "stop"), [2, 7]) is None
 
 
 def test_text_answers_are_tokenized_as_the_template_renders_them(base, prompts: str, tmp_path: Path) -> None:
