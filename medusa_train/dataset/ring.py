@@ -116,7 +116,7 @@ class Ring:
             ring.keys[row_index[:, None], :, slots[None, :]] = source.keys.transpose(1, 2)
             ring.values[row_index[:, None], :, slots[None, :]] = source.values.transpose(1, 2)
         mask = torch.full((len(row_index), self.capacity), self.blocked, dtype=self.mask_BC.dtype, device=device)
-        mask[:, slots] = torch.where(valid_GS, 0.0, self.blocked).to(mask.dtype)
+        mask[:, slots] = torch.zeros_like(valid_GS, dtype=mask.dtype).masked_fill_(~valid_GS, self.blocked)
         self.mask_BC[row_index] = mask
         self.slot_positions_BC[row_index[:, None], slots[None, :]] = positions_GS
         self.positions_B1[row_index] = positions_GS[:, -1:] + 1

@@ -421,7 +421,7 @@ def test_show_warns_of_text_that_is_not_the_models_own(folder: Path, tmp_path: P
 
 
 KILLER = """
-import os, random, signal, sys, time
+import os, random, signal, sys, time, traceback
 import torch
 torch.set_num_threads(1)
 from medusa_train.dataset.distill import DistillSettings
@@ -445,6 +445,8 @@ def child():
         try:
             run()
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(code)
     return pid
