@@ -19,7 +19,6 @@ from medusa_train.provenance import environment, library_versions
 EXTRAS = {
     "bitsandbytes": ("8-bit and 4-bit backbones, 8-bit AdamW", "pip install 'medusa-train[quant]'"),
     "deepspeed": ("fit under DeepSpeed", "pip install 'medusa-train[deepspeed]'"),
-    "openai": ("distill from a server", "pip install 'medusa-train[server]'"),
     "wandb": ("training.report_to: wandb", "pip install 'medusa-train[wandb]'"),
     "liger_kernel": ("fused losses on CUDA", "pip install 'medusa-train[liger]'"),
 }
