@@ -49,7 +49,8 @@ def prepare_backbone(model: nn.Module, recipe: Recipe) -> nn.Module:
         return model.requires_grad_(True)
     if recipe.base.quantization is not None:
         if policy.kind == "self_distill":
-            say("warning: the backbone is quantized; with its adapter off it is a worse teacher than the full model")
+            # Medusa paper, section on self-distillation: LoRA without quantization is preferred for this reason.
+            say("warning: the backbone is quantized, and with its adapter off so is the teacher: a worse one (paper)")
         from peft import prepare_model_for_kbit_training
 
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)

@@ -7,15 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Trainer
+from transformers import Trainer, TrainerState
 
+from medusa_train.config.recipe import DriftSection
 from medusa_train.errors import UserError
 from medusa_train.modeling.base import load_base
+from medusa_train.training.announce import announce
+from medusa_train.training.callbacks import DriftCallback
 from medusa_train.training.fit import build_trainer
-from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, head_weight_factor
+from medusa_train.training.policies import (
+    ParamGroup,
+    channel_weights,
+    check_cover,
+    head_weight_factor,
+    prepare_backbone,
+)
 from medusa_train.training.prepare import load_training_rows
 from medusa_train.training.state import RunFolder
 from medusa_train.training.trainer import MedusaTrainer
+from tests.tiny import tiny_model
 from tests.training.support import recipe_of, write_world
 
 
@@ -164,3 +174,58 @@ def test_self_distillation_starts_at_a_kl_of_exactly_zero(world: dict, tmp_path:
     )
     assert output["sums"][0].item() == 0.0
     assert output["sums"][1].item() > 0.0
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ({"max_ce_increase": 0.1}, "CE rose by 0.2000 nats"),
+        ({"max_ce_increase": None, "max_kl": 0.03}, "KL is 0.0400"),
+        ({"max_ce_increase": None, "min_top1_agreement": 0.95}, "top-1 agreement is 0.900"),
+        ({"max_ce_increase": 0.2, "max_kl": 0.04, "min_top1_agreement": 0.9}, None),
+        ({"max_ce_increase": None}, None),
+    ],
+)
+def test_each_bound_of_drift(bounds: dict, words: str | None) -> None:
+    """Each bound alone stops the run by name; a value that stands exactly on its bound is within it."""
+    callback, state = DriftCallback(DriftSection(**bounds)), TrainerState(global_step=7)
+    metrics = {"eval_drift_ce": 0.2, "eval_drift_kl": 0.04, "eval_drift_top1_agreement": 0.9}
+    if words is None:
+        callback.on_evaluate(None, state, None, metrics)
+        return
+    with pytest.raises(UserError, match=words) as raised:
+        callback.on_evaluate(None, state, None, metrics)
+    assert "step 7" in str(raised.value)
+
+
+def test_a_quantized_teacher_is_warned_about_in_one_line(
+    world: dict, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import peft
+
+    monkeypatch.setattr(peft, "prepare_model_for_kbit_training", lambda model, **_: model)
+    for kind, quantization, warned in (
+        ("self_distill", "4bit", True),
+        ("self_distill", None, False),
+        ("joint", "4bit", False),
+    ):
+        recipe = recipe_of(world, Path("unused"), {"kind": kind, "lora": {"r": 2}})
+        recipe = recipe.model_copy(update={"base": recipe.base.model_copy(update={"quantization": quantization})})
+        capfd.readouterr()
+        prepare_backbone(tiny_model("llama"), recipe)
+        lines = [line for line in capfd.readouterr().err.splitlines() if "quantized" in line]
+        assert len(lines) == int(warned), (kind, quantization, lines)
+
+
+def test_what_is_said_before_the_first_step(world: dict, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """Every group with its name, count and rate, and the total; counted here from the shapes."""
+    trainer = trainer_of(world, tmp_path / "out", {"kind": "joint", "lora": {"r": 2}, "head_lr_multiplier": 4.0})
+    trainer.create_optimizer()
+    capfd.readouterr()
+    announce(trainer)
+    text = " ".join(capfd.readouterr().err.split())
+    total = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
+    assert f"trainable in all: {total:,} numbers; expected memory" in text
+    assert text.count("learning rate 0.04,") >= 1 and text.count("learning rate 0.01,") >= 1
+    for group in trainer.groups:
+        assert f"trainable: {group.name}," in text
