@@ -135,13 +135,17 @@ def _text_functions(base: Any) -> dict[str, Any]:
     from medusa_train.dataset import Message, render_prompt
     from medusa_train.modeling.backbone import hidden_states, output_projection
 
-    def next_logits(ids: Sequence[int]) -> list[float]:
+    def next_logits(ids: Sequence[int], rows: int | None = None) -> list[float]:
         import torch
+        from transformers import DynamicCache
 
         with torch.inference_mode():
             device = base.model.get_input_embeddings().weight.device
-            hidden_BTD = hidden_states(base.model, torch.tensor([list(ids)], device=device))
-            return output_projection(base.model)(hidden_BTD[:, -1])[0].float().tolist()
+            ids_1T = torch.tensor([list(ids)], device=device)
+            cache = None if rows is None else DynamicCache(config=base.model.config)
+            for piece_1t in ids_1T.split(rows or len(ids), dim=1):
+                hidden_1tD = hidden_states(base.model, piece_1t, cache=cache)
+            return output_projection(base.model)(hidden_1tD[:, -1])[0].float().tolist()
 
     config = base.model.config.get_text_config(decoder=True)
     return {

@@ -25,12 +25,14 @@ def test_ulp_of_bfloat16_and_float16():
     assert ulp(20.0, "float16") == 1 / 64
 
 
-def verdict(logits, dtype="bfloat16", plain=(5, 1), other=(5, 2), **kwargs):
+def verdict(logits, dtype="bfloat16", plain=(5, 1), other=(5, 2), by_rows=None, **kwargs):
+    """`by_rows`: logits of the backbone alone by rows of a forward, where they differ from those of one forward."""
     seen = []
 
-    def next_logits(ids):
-        seen.append(tuple(ids))
-        return logits
+    def next_logits(ids, rows=None):
+        if rows is None:
+            seen.append(tuple(ids))
+        return (by_rows or {}).get(rows, logits)
 
     found = judge(
         (7, 8), plain, other, dtype=dtype, next_logits=next_logits, detokenize=lambda ids: f"<{ids}>", **kwargs
@@ -56,6 +58,20 @@ def test_one_unit_more_is_a_failure():
 def test_two_tokens_that_tie_far_below_the_top_are_a_failure():
     """Their own margin is 0, but neither is what greedy decoding should have chosen."""
     assert verdict([30.0, 20.0, 20.0])[0]["verdict"] == "failure"
+
+
+def test_a_second_opinion_of_the_backbone_alone_explains_what_the_bound_does_not():
+    found, _ = verdict([0.0, 20.0, 19.0], by_rows={16: [0.0, 19.25, 19.5]})
+    assert found["verdict"] == "near-tie"
+    assert "1 below the highest logit, bound 0.75" in found["reason"]
+    assert "but 16 rows at a time the backbone alone prefers it (19.5 against 19.25)" in found["reason"]
+
+
+def test_a_second_opinion_must_prefer_this_very_token():
+    assert (
+        verdict([0.0, 20.0, 19.0], by_rows={16: [19.75, 19.25, 19.5], 64: [0.0, 20.0, 19.9]})[0]["verdict"] == "failure"
+    )
+    assert verdict([0.0, 20.0, 19.0], "float32", by_rows={16: [0.0, 19.25, 19.5]})[0]["verdict"] == "failure"
 
 
 def test_nothing_excuses_a_divergence_in_float32():

@@ -223,6 +223,17 @@ def test_two_checkpoints_of_one_base_stand_side_by_side(tiny_checkpoint, prompt_
     assert report.arms[0].tokens_per_round == report.arms[1].tokens_per_round
 
 
+def test_second_opinions_compute_the_same_logits_in_other_pieces(tiny_checkpoint):
+    import torch
+
+    request = ArmRequest((str(tiny_checkpoint),), dtype="float32", device="cpu")
+    group = next(iter(open_groups(request, OPTIONS)))
+    ids = group.render([("user", "The quick brown fox jumps over the lazy dog")])
+    whole = torch.tensor(group.next_logits(ids))
+    for rows in (1, 3, len(ids), 512):
+        torch.testing.assert_close(torch.tensor(group.next_logits(ids, rows)), whole, rtol=1e-4, atol=1e-4)
+
+
 def test_rows_that_pad_the_vocabulary_are_never_proposed(tmp_path, prompt_file):
     """Here such rows have the largest logits of all; the text is still plain decoding's, and guesses are tokens."""
     import torch
