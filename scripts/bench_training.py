@@ -13,17 +13,22 @@ Arms, one step of each in turn, medians over the rounds after one step to warm u
 
 `extra` memory is the peak of a step over weights, gradients and optimizer state, from the kernel's high-water mark.
 
-Measured on one core of an AMX Xeon that other programs used too (CPU seconds; own heads, V = 49,152):
+Measured on two cores of a shared AMX Xeon (wall clock, own heads, V = 49,152, chunks of 2,048 rows):
 
-    shape, chunk        plain   ours   floor   cached  cached floor   ours : plain   extra memory, ours : plain
-    2x512x3, 512         3.81   1.63    0.75    0.93      0.49           2.3x          161 MiB : 1.1 GiB
-    4x1024x5, 512       28.08  11.97    5.16    5.15      2.49           2.3x          204 MiB : 6.9 GiB
-    4x1024x5, 2048                              4.33      3.55
+    shape, threads   plain   ours   floor   cached  cached floor   plain : ours   extra memory, ours : plain
+    4x1024x5, 2      10.53   5.30    3.77    3.15      2.56            2.0        548 MiB : 8.4 GiB
+    2x512x3, 2        1.98   1.20    0.75    0.58      0.45            1.65       235 MiB : 1.4 GiB
+    2x512x5, 1        3.97   1.90    1.23    1.26      0.84            2.1        178 MiB : 1.7 GiB
 
-Cached hidden states: 5.5 times the plain way's speed at 4x1024x5 (4.1 at 2x512x3), 82 % of its floor with chunks of
-2,048 rows. With the backbone run every step a step is half backbone, whose norms, gates and rotations (not its
-products) are what keeps it at 43 to 46 % of its floor; of a step at 2x512x3, products take 45 %, copies between dtypes
-24 %, other elementwise work 13 %, attention 9 %, the optimizer 7 %, the loss's softmax 2 %.
+Ours reaches 71, 63 and 65 % of its floor, cached 81, 78 and 67 %; other runs of the first line gave 52 to 72 % and 74
+to 93 %: on a shared machine the floor itself spreads by a third. Keeping freed memory (medusa_train/allocator.py, for
+all arms alike) took cached steps from 3.2 to 2.0-2.8 s and the plain way's from 14-16 to 10.5 s, so that the ratio
+between them fell from 2.6 to 2.0 while both became faster. Of a step at 2x512x3 products take 64 % (45 % before),
+other elementwise work 12 %, copies between dtypes 9 %, attention 7 %, the optimizer 5 %, the loss's softmax 3 %. What
+keeps a step with its backbone below its floor is that backbone's norms, gates, rotations and attention. Half of the
+products' own time is the weights' gradient, whose transposed operand runs at 0.2 to 0.45 of the others' rate;
+multiplying the other way round is fast, but turning the result costs as much (tried by blocks of 512 to 49,152
+tokens).
 Memory of the loss over 1,024 rows, by chunk (32, 128, 512): V = 32,000: 3, 9, 33 MiB; 128,000: 9, 34, 126 MiB;
 256,000: 18, 65, 251 MiB, where all logits would take 0.3, 1.2 and 2.4 GiB.
 """
