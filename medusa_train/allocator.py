@@ -11,29 +11,25 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _LARGEST = (1 << 31) - 1
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory() -> None:
     """Lets freed buffers stay with the process, on huge pages, instead of being mapped and zeroed anew each time.
 
     By default glibc maps every buffer above a few MiB on its own and gives it back when freed; the kernel then zeroes
     its pages again at the next step. A training step on a CPU spent a fifth to a third of its time on that
     (scripts/bench_training.py). Must run before torch is loaded, which reads its variable once. What the environment
-    says already (THP_MEM_ALLOC_ENABLE, MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_) is left as it is.
-
-    Returns:
-        True where the allocator took the setting; False on systems without glibc.
+    says already (THP_MEM_ALLOC_ENABLE, MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_THRESHOLD_) is left as it is; so is all on
+    systems without glibc.
     """
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if not sys.platform.startswith("linux"):
-        return False
+        return
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):  # musl has no mallopt
-        return False
-    took = True
+        return
     for name, option in (
         ("MALLOC_MMAP_THRESHOLD_", _M_MMAP_THRESHOLD),
         ("MALLOC_TRIM_THRESHOLD_", _M_TRIM_THRESHOLD),
     ):
         if name not in os.environ:
-            took = bool(mallopt(option, _LARGEST)) and took
-    return took
+            mallopt(option, _LARGEST)
