@@ -99,6 +99,13 @@ SIZES = {
 }
 
 
+# (attention, launch) by device.
+WAYS = {
+    "cuda": (("sdpa", "eager"), ("sdpa", "graph"), ("flex_attention", "graph")),
+    "cpu": (("sdpa", "eager"), ("sdpa", "fixed")),
+}
+
+
 def main() -> None:
     """Runs the parts, prints tables, writes JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -145,8 +152,7 @@ def identity(base: str, size: Size, device: str) -> list[dict[str, Any]]:
         prompts = [render_prompt(loaded, one.messages) for one in conversations]
         expected = [_generate(loaded.model, prompt, size.tokens) for prompt in prompts]
         tree = independent_tree(bench_decode.CHANCES, 31).tree
-        ways = [("sdpa", "eager"), ("sdpa", "graph"), ("flex_attention", "graph")]
-        for attention, launch in ways if device == "cuda" else [("sdpa", "eager"), ("sdpa", "fixed")]:
+        for attention, launch in WAYS[device]:
             loaded.model.set_attn_implementation(attention)
             decoder = TreeDecoder(loaded.model, heads, tree, launch=launch)
             settings = DecodeSettings(max_new_tokens=size.tokens)
@@ -198,8 +204,7 @@ def overhead(size: Size, device: str) -> list[dict[str, Any]]:
     projection = bench_decode.output_projection(model)
     heads = new_heads(HeadsConfig("own", 4, 1, config.hidden_size, config.vocab_size), projection)
     results = []
-    ways = [("sdpa", "eager"), ("sdpa", "graph"), ("flex_attention", "graph")]
-    for attention, launch in ways if device == "cuda" else [("sdpa", "eager"), ("sdpa", "fixed")]:
+    for attention, launch in WAYS[device]:
         model.set_attn_implementation(attention)
         say(f"attention {attention}")
         measured = bench_decode.run(

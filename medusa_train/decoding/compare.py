@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from medusa_train.decoding.near_tie import near_tie_bound
+from medusa_train.decoding.near_tie import first_difference, near_tie_bound
 from medusa_train.modeling.backbone import hidden_states, output_projection
 
 
@@ -54,11 +54,10 @@ def first_divergence(
 ) -> Divergence | None:
     """None where the answers are equal."""
     ids_a, ids_b = list(ids_a), list(ids_b)
-    if ids_a == ids_b:
+    index = first_difference(ids_a, ids_b)
+    if index is None:
         return None
-    shorter = min(len(ids_a), len(ids_b))
-    index = next((i for i in range(shorter) if ids_a[i] != ids_b[i]), shorter)
-    if index == shorter:
+    if index == min(len(ids_a), len(ids_b)):
         ended_a, ended_b = index >= len(ids_a), index >= len(ids_b)
         token_a, token_b = None if ended_a else ids_a[index], None if ended_b else ids_b[index]
         return Divergence(index, token_a, token_b, None, None, None, 0.0)

@@ -23,7 +23,7 @@ from medusa_train.decoding.tree import DraftTree, TreeBuffers, build_buffers
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import check_supported, decoder_of, output_projection, plain_model
 from medusa_train.modeling.heads import MedusaHeads
-from medusa_train.modeling.masks import attention_windows
+from medusa_train.modeling.masks import attention_kind, attention_windows
 
 PROPOSED_RANKS = 10
 
@@ -152,7 +152,7 @@ def decode(
 
 
 def _check_attention(model: nn.Module, device: torch.device) -> None:
-    kind = plain_model(model).config._attn_implementation
+    kind = attention_kind(model)
     # transformers hands a dense mask on to flex attention as a score modification, so the tree's mask is the same one.
     # On a CPU torch's compiled flex kernel corrupts memory at the few rows of a round (seen with 2.13).
     allowed = ("sdpa", "eager", "flex_attention") if device.type == "cuda" else ("sdpa", "eager")

@@ -13,6 +13,7 @@ moved by 0 units at the median, 2 at the 99 % quantile and 5 at most. The bound 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 NEAR_TIE_ULPS = 6
 # Stored bits of the significand: one unit in the last place of x is 2**(floor(log2 |x|) - bits).
@@ -27,3 +28,11 @@ def ulp(value: float, dtype: str) -> float:
 def near_tie_bound(top_logit: float, dtype: str) -> float:
     """How far below the highest logit a token may stand; 0 in formats that excuse nothing."""
     return NEAR_TIE_ULPS * ulp(top_logit, dtype) if dtype in SIGNIFICAND_BITS else 0.0
+
+
+def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
+    """The first index where the two differ, one ending early included; None where they are equal."""
+    for index, (one, other) in enumerate(zip(a, b, strict=False)):
+        if one != other:
+            return index
+    return None if len(a) == len(b) else min(len(a), len(b))

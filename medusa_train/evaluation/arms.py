@@ -80,6 +80,7 @@ def _labels(checkpoints: Sequence[str]) -> list[str]:
 def _open(members: list[tuple[str, Path]], request: ArmRequest, options: RunOptions, *, several: bool) -> OpenedGroup:
     from medusa_train.checkpoint import load_checkpoint, load_with_base
     from medusa_train.decoding.decode import TreeDecoder
+    from medusa_train.modeling.masks import attention_kind
 
     base, first = load_with_base(
         members[0][1],
@@ -122,7 +123,7 @@ def _open(members: list[tuple[str, Path]], request: ArmRequest, options: RunOpti
             device=str(plain_decoder.device),
             arms=tuple(infos),
             quantization=request.quantization,
-            attention=base.model.config._attn_implementation,
+            attention=attention_kind(base.model),
         ),
         plain={law: _plain_decoder(plain_decoder, law, options) for law in laws} if request.baseline else {},
         generate=_generate(base) if request.generate else None,
@@ -222,14 +223,14 @@ def _settings(mode: str, options: RunOptions, limit: int, seed: int) -> Any:
     return DecodeSettings(mode=mode, max_new_tokens=limit, **own)
 
 
+def _traced(decoder: Any, prompt_ids: Sequence[int], settings: Any, on_tokens: OnTokens) -> Any:
+    """One answer of any arm, traced: on an accelerator the stage clocks wait for it, and all arms must wait alike."""
+    return decoder.decode([prompt_ids], settings, on_round=lambda _, done: on_tokens(len(done.tokens)), trace=True)[0]
+
+
 def _tree_decoder(decoder: Any, mode: str, options: RunOptions) -> Decoder:
     def run(prompt_ids: Sequence[int], limit: int, seed: int, on_tokens: OnTokens) -> AnswerRecord:
-        answer = decoder.decode(
-            [prompt_ids],
-            _settings(mode, options, limit, seed),
-            on_round=lambda _, done: on_tokens(len(done.tokens)),
-            trace=True,
-        )[0]
+        answer = _traced(decoder, prompt_ids, _settings(mode, options, limit, seed), on_tokens)
         rounds = tuple(_round_record(round_) for round_ in answer.rounds)
         return AnswerRecord(
             token_ids=tuple(answer.token_ids),
@@ -259,13 +260,7 @@ def _round_record(round_: Any) -> RoundRecord:
 
 def _plain_decoder(decoder: Any, law: str, options: RunOptions) -> Decoder:
     def run(prompt_ids: Sequence[int], limit: int, seed: int, on_tokens: OnTokens) -> AnswerRecord:
-        # Traced as the tree arms are: on an accelerator the stage clocks wait for it, and both arms must wait alike.
-        answer = decoder.decode(
-            [prompt_ids],
-            _settings(law, options, limit, seed),
-            on_round=lambda _, done: on_tokens(len(done.tokens)),
-            trace=True,
-        )[0]
+        answer = _traced(decoder, prompt_ids, _settings(law, options, limit, seed), on_tokens)
         steps = tuple(step.seconds.total for step in answer.rounds if step.seconds is not None)
         return AnswerRecord(
             tuple(answer.token_ids), (), steps, answer.prefill_seconds, sum(steps), answer.finish_reason

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from medusa_train.decoding.near_tie import NEAR_TIE_ULPS, SIGNIFICAND_BITS, near_tie_bound
+from medusa_train.decoding.near_tie import NEAR_TIE_ULPS, SIGNIFICAND_BITS, first_difference, near_tie_bound
 
 # (token ids of the whole text so far, rows of a forward or None for one forward over it all) -> the next token's logits
 NextLogits = Callable[..., Sequence[float]]
@@ -33,14 +33,6 @@ def bound_rule(dtype: str) -> str:
     )
 
 
-def first_divergence(plain: Sequence[int], other: Sequence[int]) -> int | None:
-    """The first index where the two differ, one ending early included; None where they are equal."""
-    for index, (a, b) in enumerate(zip(plain, other, strict=False)):
-        if a != b:
-            return index
-    return None if len(plain) == len(other) else min(len(plain), len(other))
-
-
 def judge(
     prompt_ids: Sequence[int],
     plain: Sequence[int],
@@ -55,7 +47,7 @@ def judge(
     Returns:
         The fields of `schema.Divergence` but prompt_id and turn.
     """
-    place = first_divergence(plain, other)
+    place = first_difference(plain, other)
     if place is None:
         return None
     found: dict[str, Any] = {

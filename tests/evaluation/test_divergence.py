@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from medusa_train.decoding.near_tie import NEAR_TIE_ULPS, ulp
-from medusa_train.evaluation.divergence import bound_rule, first_divergence, judge
+from medusa_train.decoding.near_tie import NEAR_TIE_ULPS, first_difference, ulp
+from medusa_train.evaluation.divergence import bound_rule, judge
 
 
 @pytest.mark.parametrize(
     ("a", "b", "place"),
     [((1, 2, 3), (1, 2, 3), None), ((1, 2, 3), (1, 9, 3), 1), ((1, 2), (1, 2, 3), 2), ((), (), None), ((), (1,), 0)],
 )
-def test_first_divergence(a, b, place):
-    assert first_divergence(a, b) == place
+def test_first_difference(a, b, place):
+    assert first_difference(a, b) == place
 
 
 def test_ulp_of_bfloat16_and_float16():
