@@ -36,38 +36,33 @@ def softmax_gradient(
     `norm * ...` (norm grows to V), so there the gradient is divided right away and norm is 1.
     """
     rows, vocabulary = logits_mV.shape
-    losses, norms = logits_mV.new_empty(rows, dtype=torch.float32), logits_mV.new_ones(rows, dtype=torch.float32)
-    in_place = logits_mV.dtype == torch.float32
+    largest_m1, norms = (logits_mV.new_empty(shape, dtype=torch.float32) for shape in ((rows, 1), (rows,)))
+    at_label = logits_mV.gather(1, labels_mk).float()
+    _apply_cap(at_label, scale, softcap, False)
+    at_label = at_label.squeeze(1) if weights_mk is None else (at_label * weights_mk).sum(1)
     blocks = _blocks(rows, vocabulary, logits_mV.device)
-    scratch = (
-        None
-        if in_place or not blocks
-        else torch.empty(blocks[0].stop, vocabulary, dtype=torch.float32, device=logits_mV.device)
-    )
+    scratch = None
+    if blocks and logits_mV.dtype != torch.float32:
+        scratch = logits_mV.new_empty(blocks[0].stop, vocabulary, dtype=torch.float32)
+    # As few calls per block as can be: there are hundreds of blocks to a step.
     for block in blocks:
-        source = logits_mV[block]
-        work = source if in_place else scratch[: source.shape[0]].copy_(source)
+        source, norm = logits_mV[block], norms[block]
+        work = source if scratch is None else scratch[: source.shape[0]].copy_(source)
         slope = _apply_cap(work, scale, softcap, want_gradient)
-        label = labels_mk[block]
-        at_label = work.gather(1, label)
-        at_label = at_label.squeeze(1) if weights_mk is None else (at_label * weights_mk[block]).sum(1)
-        largest = work.amax(-1, keepdim=True)
-        work.sub_(largest).exp_()
-        norm = work.sum(-1)
-        losses[block] = norm.log() + largest.squeeze(1) - at_label
+        largest = torch.amax(work, -1, keepdim=True, out=largest_m1[block])
+        torch.sum(work.sub_(largest).exp_(), -1, out=norm)
         if not want_gradient:
             continue
-        wanted = -norm[:, None] if weights_mk is None else weights_mk[block] * -norm[:, None]
-        work.scatter_add_(1, label, wanted)
+        wanted = norm.neg()[:, None]
+        work.scatter_add_(1, labels_mk[block], wanted if weights_mk is None else weights_mk[block] * wanted)
         if slope is not None:
             work.mul_(slope)
         if logits_mV.dtype == torch.float16:
             work.div_(norm[:, None])
-        else:
-            norms[block] = norm
-        if not in_place:
+        if scratch is not None:
             source.copy_(work)
-    return losses, norms
+    losses = norms.log() + largest_m1.squeeze(1) - at_label
+    return losses, norms.fill_(1.0) if logits_mV.dtype == torch.float16 else norms
 
 
 def _apply_cap(work: Tensor, scale: float, softcap: float | None, want_slope: bool) -> Tensor | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from medusa_train.modeling.backbone import OutputProjection, output_projection
 from medusa_train.modeling.heads import HeadsConfig, new_heads
+from medusa_train.training import fused
 from medusa_train.training.fused import FusedOptions, Projection, fused_cross_entropy, fused_kl
 from medusa_train.training.losses import (
     IGNORE,
@@ -75,6 +76,23 @@ def test_bf16_rows_stay_within_a_stated_bound() -> None:
     assert fused.sum.item() == pytest.approx(reference.sum.item(), rel=2**-9)
     wanted, found = (torch.autograd.grad(term.sum, leaves) for term in (reference, fused))
     assert worst([g.float() for g in wanted], [g.float() for g in found]) < 2**-6
+
+
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_a_weight_s_gradient_in_pieces_of_the_vocabulary(monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    """bf16 on a CPU, four pieces with a short last one: the gradient that float64 has, to bf16's 8 bits a product."""
+    vocabulary, size, rows = 300, 8, 20
+    monkeypatch.setattr(fused, "CPU_TURNED_NUMBERS", 64 * size)
+    assert [fused._turned_tokens(n) for n in (size, 10**6)] == [96, 96] and fused._turned_tokens(1) == 64 * 8 + 32
+    torch.manual_seed(0)
+    x, w = torch.randn(rows, size).bfloat16(), torch.randn(vocabulary, size, requires_grad=True)
+    labels = torch.randint(0, vocabulary, (rows,))
+    fused_cross_entropy(Projection(((x, w),)), labels, FusedOptions(chunk))[0].sum.backward()
+    oracle = w.detach().bfloat16().double().requires_grad_()
+    torch.nn.functional.cross_entropy(x.double() @ oracle.T, labels, reduction="sum").backward()
+    assert (w.grad - oracle.grad).abs().max() < 2**-6 * oracle.grad.abs().max()
+    # Every token got its own row: the rows' order along the vocabulary is the oracle's.
+    assert torch.nn.functional.cosine_similarity(w.grad, oracle.grad.float(), dim=1).min() > 0.99
 
 
 def test_fp16_gradients_do_not_overflow_on_a_large_vocabulary() -> None:
