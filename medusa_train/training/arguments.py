@@ -8,6 +8,7 @@ from typing import Any
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
 from medusa_train.errors import UserError, unknown_name
+from medusa_train.training.compiling import SWITCHES
 from medusa_train.training.state import RunFolder
 
 # Held-out checks and checkpoints ten times a run, unless the recipe says otherwise.
@@ -78,6 +79,8 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
     check_services(values["report_to"])
     if not cuda:
         values.setdefault("use_cpu", True)
+    for name in SWITCHES:  # see compiling.py
+        values.pop(name, None)
     values |= {
         "output_dir": str(run.state),
         "remove_unused_columns": False,

@@ -21,6 +21,7 @@ from medusa_train.training.arguments import training_arguments, uses_cache
 from medusa_train.training.batches import BinCollator, BinDataset
 from medusa_train.training.cache import CachedRows, build_cache, keep_batch
 from medusa_train.training.callbacks import ConsoleCallback, DriftCallback, KeepBestCallback, describe_metrics
+from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.heldout import HeldOutRows, Replay
 from medusa_train.training.launch import is_main, meet
 from medusa_train.training.losses import token_map_of
@@ -128,6 +129,7 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
         recipe, run, has_heldout=bool(rows.heldout), base_dtype=output_projection(base.model).weight.dtype
     )
     fill_deepspeed(arguments, heads.config.hidden_size)
+    compile_blocks(base.model, recipe.training)
     cached_train, cached_heldout = _cached(recipe, base, rows, objective, run, inverse, arguments)
     backbone = prepare_backbone(base.model, recipe)
     if objective.trains_backbone:

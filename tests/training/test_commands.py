@@ -14,11 +14,12 @@ import torch
 
 from medusa_train.checkpoint.load import load_checkpoint
 from medusa_train.errors import UserError
-from medusa_train.training.fit import fit
+from medusa_train.training.fit import fit, load_recipe_base
 from tests.training.support import losses_of, recipe_of, write_world
 
 ROOT = Path(__file__).parents[2]
 TINY = sorted((ROOT / "recipes").glob("tiny-*.yaml"))
+LORA = {"kind": "joint", "lora": {"r": 2, "dropout": 0.0}, "drift": {"max_ce_increase": None}}
 
 
 @pytest.fixture(scope="module")
@@ -75,19 +76,25 @@ def test_the_process_says_it_in_one_block_and_exits_with_2(tmp_path: Path) -> No
 
 
 def test_activation_checkpointing_gives_the_same_losses(world: dict, tmp_path: Path) -> None:
-    policy = {"kind": "joint", "lora": {"r": 2, "dropout": 0.0}, "drift": {"max_ce_increase": None}}
     for name, on in (("off", False), ("on", True)):
-        fit(recipe_of(world, tmp_path / name, policy, training={"max_steps": 3, "activation_checkpointing": on}))
+        fit(recipe_of(world, tmp_path / name, LORA, training={"max_steps": 3, "activation_checkpointing": on}))
     on, off = losses_of(tmp_path / "on"), losses_of(tmp_path / "off")
     assert on == pytest.approx(off, rel=1e-5)
 
 
-@pytest.mark.slow
-def test_torch_compile_gives_the_same_losses(world: dict, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["heads_only", LORA], ids=["heads_only", "joint"])
+def test_compiled_blocks_give_the_same_losses(world: dict, tmp_path: Path, policy) -> None:
     compiled = {"max_steps": 3, "torch_compile": True, "torch_compile_backend": "aot_eager"}
-    fit(recipe_of(world, tmp_path / "plain", training={"max_steps": 3}))
-    fit(recipe_of(world, tmp_path / "compiled", training=compiled))
+    fit(recipe_of(world, tmp_path / "plain", policy, training={"max_steps": 3}))
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    recipe = recipe_of(world, tmp_path / "compiled", policy, training=compiled)
+    base = load_recipe_base(recipe)
+    fit(recipe, base=base)
     assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
+    # One compilation serves both blocks: by shape, and with gradients. Unshared there would be four or six.
+    assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 3
+    load_checkpoint(tmp_path / "compiled", verify="hashes")
 
 
 def test_the_reference_implementation_trains_the_same(world: dict, tmp_path: Path) -> None:
@@ -125,6 +132,8 @@ def test_curves_land_in_the_run_folder(
         ({"report_to": "wandbb"}, "did you mean 'wandb'"),
         ({"report_to": ["none", "trackio"]}, r"pip install 'medusa-train\[trackio\]'"),
         ({"fp16": True}, "training.fp16 needs a GPU"),
+        ({"torch_compile_backend": "inducter"}, "did you mean 'inductor'"),
+        ({"torch_compile_mode": "fastest"}, "max-autotune"),
     ],
 )
 def test_what_cannot_run_here_is_a_user_error(
