@@ -1,52 +1,55 @@
-"""Training speed and memory on SmolLM2-135M (bf16, own heads, 40 % of the positions supervised), arms interleaved.
+"""Training speed and memory on SmolLM2-135M (bf16, 40 % of the positions supervised), arms interleaved.
 
     python scripts/bench_training.py --base smollm2-135m --shape 4x1024x5 --rounds 3      (B x T x K)
     python scripts/bench_training.py --base smollm2-135m --shape 2x512x3 --rounds 5
-    python scripts/bench_training.py --vocabularies            peak memory of the loss by chunk and vocabulary
 
 Arms, one step of each in turn, medians over the rounds after one step to warm up:
-    plain          backbone, then every head at every position: logits [B, T, V] per head kept for autograd, fp32 CE
+    plain          backbone, then every head at every position: logits [K, B, T, V] kept for autograd, fp32 CE per head
     ours           supervised rows gathered first, projection and loss fused by chunks; fit's own module
+    compiled       ours with `torch_compile: true` (--compile)
     floor          the matrix products that cannot be avoided, same shapes and dtype, and the optimizer's step
     cached         ours from cached hidden states (no backbone)
     cached floor   its products and the optimizer's step
 
+The plain way has a process of its own, so that its memory is handled as torch does by itself; `--plain kept` lets it
+keep freed memory, as `fit` does, and `--plain unstacked` leaves the K heads' logits apart besides.
 `extra` memory is the peak of a step over weights, gradients and optimizer state, from the kernel's high-water mark.
 
-Measured on two cores of a shared AMX Xeon (wall clock, own heads, V = 49,152, chunks of 2,048 rows):
+Measured on two cores of a shared AMX Xeon (wall clock, V = 49,152, chunks of 2,048 rows, own heads), medians in s:
 
-    shape, threads   plain   ours   floor   cached  cached floor   plain : ours   extra memory, ours : plain
-    4x1024x5, 2      10.53   5.30    3.77    3.15      2.56            2.0        548 MiB : 8.4 GiB
-    2x512x3, 2        1.98   1.20    0.75    0.58      0.45            1.65       235 MiB : 1.4 GiB
-    2x512x5, 1        3.97   1.90    1.23    1.26      0.84            2.1        178 MiB : 1.7 GiB
+    shape, threads   plain   ours   compiled   floor   cached  cached floor   plain : ours   extra memory, ours : plain
+    4x1024x5, 2      22.33   5.12     5.02      3.60    2.61      2.33            4.4        490 MiB : 6.2 GiB
+    2x512x3, 2        3.94   1.39     1.27      0.91    0.69      0.56            2.8        120 MiB : 0.9 GiB
+    2x512x5, 1        7.16   1.57       -       1.02    0.97      0.78            4.5        118 MiB : 1.4 GiB
 
-Ours reaches 71, 63 and 65 % of its floor, cached 81, 78 and 67 %; other runs of the first line gave 52 to 72 % and 74
-to 93 %: on a shared machine the floor itself spreads by a third. Keeping freed memory (medusa_train/allocator.py, for
-all arms alike) took cached steps from 3.2 to 2.0-2.8 s and the plain way's from 14-16 to 10.5 s, so that the ratio
-between them fell from 2.6 to 2.0 while both became faster. Of a step at 2x512x3 products take 64 % (45 % before),
-other elementwise work 12 %, copies between dtypes 9 %, attention 7 %, the optimizer 5 %, the loss's softmax 3 %. What
-keeps a step with its backbone below its floor is that backbone's norms, gates, rotations and attention. Half of the
-products' own time is the weights' gradient, whose transposed operand runs at 0.2 to 0.45 of the others' rate;
-multiplying the other way round is fast, but turning the result costs as much (tried by blocks of 512 to 49,152
-tokens).
-Memory of the loss over 1,024 rows, by chunk (32, 128, 512): V = 32,000: 3, 9, 33 MiB; 128,000: 9, 34, 126 MiB;
-256,000: 18, 65, 251 MiB, where all logits would take 0.3, 1.2 and 2.4 GiB.
+Of its floor's speed ours reaches 70, 65 and 65 %, compiled 72 and 71 %, cached 89, 82 and 80 %. On a shared machine
+the floor itself spreads by a factor of two: other runs of the first line gave ours 61 and 68 %, compiled 66 and 75 %,
+cached 84 and 85 %, and ratios to the plain way of 5.4 and 3.2. Half of the plain way's time is memory that is mapped
+and zeroed anew each step: with `--plain kept` it takes 2.3 and 1.85 times ours, with `--plain unstacked` 2.2 and 1.8.
+
+What keeps a step with its backbone below its floor is the stock backbone: at 4x1024x5 attention takes 0.62 s where its
+bare products take 0.18, norms, gates and rotations 0.6 s (compiled: a fifth of the backbone less); the loss adds 0.6 s
+(copies between bf16 and fp32 0.2, softmax 0.25, turning gradients 0.1, ranks 0.05). Ours takes the weights' gradient
+the other way round, which is a third faster than the floor's, torch's own.
+
+Cached hidden states, 1,656 rows a step, one core, 5 heads: own 430, shared 910, reduced to 8,192 tokens 3,180 rows/s
+(`--threads 1 --shape 4x1024x5 --contract reduced`).
 """
 
 from __future__ import annotations
 
-import os
-
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it once; see keep_freed_memory below
-
 import argparse
+import copy
 import ctypes
 import json
+import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,7 +61,8 @@ from medusa_train.modeling.backbone import hidden_states, output_projection
 from medusa_train.modeling.base import load_base
 from medusa_train.modeling.heads import HeadsConfig, MedusaHeads, new_heads
 from medusa_train.provenance import environment
-from medusa_train.training.fused import FusedOptions, Projection, fused_cross_entropy
+from medusa_train.training.compiling import compile_blocks
+from medusa_train.training.fused import FusedOptions
 from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
 from medusa_train.training.trainee import Objective, Trainee
 
@@ -76,29 +80,33 @@ class World:
     labels_KBT: Tensor
     chunk_rows: int
 
-    @property
-    def positions(self) -> int:
-        """B T."""
-        return self.ids_BT.numel()
+
+def shape_of(asked: argparse.Namespace) -> tuple[int, int, int]:
+    """(B, T, K)."""
+    batch, length, heads = map(int, asked.shape.split("x"))
+    return batch, length, heads
 
 
-def make_world(base: str, batch: int, length: int, num_heads: int, chunk_rows: int) -> World:
-    """SmolLM2 (or another base), own heads with fp32 masters, random ids; each row supervised in one run of 40 %."""
+def make_world(asked: argparse.Namespace) -> World:
+    """SmolLM2 (or another base), heads with fp32 masters, random ids; each row supervised in one run of 40 %."""
     torch.manual_seed(0)
-    model = load_base(base, dtype="bfloat16").model
+    batch, length, num_heads = shape_of(asked)
+    model = load_base(asked.base, dtype="bfloat16").model.requires_grad_(False)
     projection = output_projection(model)
-    config = HeadsConfig("own", num_heads, 1, projection.hidden_size, projection.vocab_size)
-    heads = new_heads(config, projection, dtype=torch.float32)
-    ids_BT = torch.randint(0, projection.vocab_size, (batch, length))
+    reduced = asked.reduced if asked.contract == "reduced" else None
+    config = HeadsConfig(asked.contract, num_heads, 1, projection.hidden_size, projection.vocab_size, reduced)
+    token_map = None if reduced is None else torch.arange(reduced)
+    heads = new_heads(config, projection, token_map, dtype=torch.float32)
+    ids_BT = torch.randint(0, config.projection_rows, (batch, length))
     mask_BT = torch.zeros_like(ids_BT)
     mask_BT[:, int(length * (1 - SUPERVISED)) :] = 1
     labels = channel_labels(ids_BT, mask_BT, torch.zeros_like(ids_BT), [j + 2 for j in range(num_heads)])
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4, fused=True)
-    return World(model, heads, optimizer, ids_BT, labels, chunk_rows)
+    return World(model, heads, optimizer, ids_BT, labels, asked.chunk_rows)
 
 
-def plain_step(world: World) -> Callable[[], None]:
-    """All positions, all logits, autograd."""
+def plain_step(world: World, stacked: bool) -> Callable[[], None]:
+    """All positions, all logits, autograd; `stacked` as [K, B, T, V], as the reference trainer has them."""
     projection = output_projection(world.model)
 
     def step() -> None:
@@ -106,10 +114,13 @@ def plain_step(world: World) -> Callable[[], None]:
             with torch.no_grad():
                 hidden_BTD = hidden_states(world.model, world.ids_BT)
             logits = [world.heads.logits(hidden_BTD, j, projection) for j in range(world.heads.config.medusa_num_heads)]
+            if stacked:
+                logits = torch.stack(logits).unbind()
         losses = [
             F.cross_entropy(one.flatten(0, 1).float(), world.labels_KBT[j].flatten(), ignore_index=IGNORE)
             for j, one in enumerate(logits)
         ]
+        del logits
         sum(losses).backward()
         finish(world)
 
@@ -137,6 +148,13 @@ def our_step(world: World, cached: bool) -> Callable[[], None]:
     return step
 
 
+def compiled_step(world: World) -> Callable[[], None]:
+    """`ours` on a second copy of the backbone, its blocks compiled."""
+    model = copy.deepcopy(world.model)
+    compile_blocks(model, {"torch_compile": True})
+    return our_step(replace(world, model=model), cached=False)
+
+
 def floor_step(world: World, cached: bool) -> Callable[[], None]:
     """Matrix products only: the backbone's on all positions, the heads' three on supervised rows; optimizer."""
     text = world.model.config
@@ -144,7 +162,8 @@ def floor_step(world: World, cached: bool) -> Callable[[], None]:
     backbone = [] if cached else backbone_products(text, *world.ids_BT.shape)
     size, vocabulary, heads = text.hidden_size, world.heads.config.projection_rows, world.heads.config.medusa_num_heads
     z = torch.randn(rows, size, dtype=torch.bfloat16)
-    w = torch.randn(vocabulary, size, dtype=torch.bfloat16)
+    shared = world.heads.projections is None  # one matrix for all heads, and no gradient of it
+    weights = [torch.randn(vocabulary, size, dtype=torch.bfloat16) for _ in range(1 if shared else heads)]
     block = torch.randn(size, size, dtype=torch.bfloat16)
     gradients = [torch.zeros_like(parameter) for parameter in world.heads.parameters()]
     chunks = [slice(start, start + world.chunk_rows) for start in range(0, rows, world.chunk_rows)]
@@ -153,12 +172,14 @@ def floor_step(world: World, cached: bool) -> Callable[[], None]:
         for left, right, times in backbone:
             for _ in range(times):
                 left @ right
-        for _ in range(heads):
+        for head in range(heads):
+            w = weights[0 if shared else head]
             z @ block.T
             for chunk in chunks:
                 logits = z[chunk] @ w.T
                 logits @ w
-                logits.T @ z[chunk]
+                if not shared:
+                    logits.T @ z[chunk]
             z.T @ z
         for parameter, gradient in zip(world.heads.parameters(), gradients, strict=True):
             parameter.grad = gradient
@@ -208,57 +229,104 @@ def extra_memory(step: Callable[[], None], gradients: int = 0) -> int:
     return resident()[1] - before - gradients
 
 
-def run_arms(world: World, rounds: int, skip: set[str]) -> dict[str, dict[str, list[float]]]:
-    """Seconds of every arm's steps, one step of each in turn; then one more step of each for its extra memory."""
-    arms = {
-        "plain": plain_step(world),
-        "ours": our_step(world, cached=False),
-        "floor": floor_step(world, cached=False),
-        "cached": our_step(world, cached=True),
-        "cached floor": floor_step(world, cached=True),
+def arms_of(world: World, asked: argparse.Namespace, names: list[str]) -> dict[str, Callable[[], None]]:
+    """The steps of some arms, over one batch and one set of heads."""
+    makers: dict[str, Callable[[], Callable[[], None]]] = {
+        "plain": lambda: plain_step(world, stacked=asked.plain != "unstacked"),
+        "ours": lambda: our_step(world, cached=False),
+        "compiled": lambda: compiled_step(world),
+        "floor": lambda: floor_step(world, cached=False),
+        "cached": lambda: our_step(world, cached=True),
+        "cached floor": lambda: floor_step(world, cached=True),
     }
-    arms = {name: step for name, step in arms.items() if name not in skip}
-    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "extra": []} for name in arms}
+    return {name: makers[name]() for name in names}
+
+
+def serve(pipe: Any, asked: argparse.Namespace, names: list[str], keep: bool) -> None:
+    """A process of some arms: answers (arm, whether to measure memory) with (seconds, CPU seconds) or bytes."""
+    if keep:
+        keep_freed_memory()  # as `medusa-train fit` does
+    torch.set_num_threads(asked.threads)
+    world = make_world(asked)
+    arms = arms_of(world, asked, names)
     gradients = sum(p.numel() * p.element_size() for p in world.heads.parameters())
-    for number in range(rounds + 2):
-        for name, step in arms.items():
-            if number == rounds + 1:  # measuring memory gives it back first, which would cost the steps time
-                found[name]["extra"].append(extra_memory(step, gradients))
-                continue
-            began, cpu = time.perf_counter(), time.process_time()
-            step()
+    pipe.send(supervised_rows(world.labels_KBT)[0].numel())
+    while (order := pipe.recv()) is not None:
+        name, memory = order
+        if memory:
+            pipe.send(extra_memory(arms[name], gradients))
+            continue
+        began, cpu = time.perf_counter(), time.process_time()
+        arms[name]()
+        pipe.send((time.perf_counter() - began, time.process_time() - cpu))
+    if asked.profile and "ours" in names:
+        where_time_goes(world)
+
+
+def start(asked: argparse.Namespace, names: list[str], keep: bool) -> tuple[Any, Any]:
+    """(process, pipe) of a server of `names`."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    if keep:  # torch reads it when it is loaded, which is before `serve`
+        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+    process = context.Process(target=serve, args=(there, asked, names, keep), daemon=True)
+    process.start()
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    there.close()
+    return process, here
+
+
+def run_arms(asked: argparse.Namespace) -> tuple[int, dict[str, dict[str, list[float]]]]:
+    """(supervised rows, seconds of every arm's steps, one step of each in turn; then its extra memory)."""
+    ours = ["ours", *(["compiled"] if asked.compile else []), "floor", "cached", "cached floor"]
+    groups = [(["plain"], asked.plain != "stock"), (ours, True)]
+    groups = [([name for name in names if name not in asked.skip], keep) for names, keep in groups]
+    servers = [(names, *start(asked, names, keep)) for names, keep in groups if names]
+    supervised = {pipe.recv() for _, _, pipe in servers}.pop()  # all are ready once they have said it
+    arms = [(name, pipe) for names, _, pipe in servers for name in names]
+    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "extra": []} for name, _ in arms}
+    for number in range(asked.rounds + 1):
+        for name, pipe in arms:
+            pipe.send((name, False))
+            seconds, cpu = pipe.recv()
             if number:
-                found[name]["seconds"].append(time.perf_counter() - began)
-                found[name]["cpu"].append(time.process_time() - cpu)
-        say(f"round {number} of {rounds} done" if number <= rounds else "memory measured")
-    return found
+                found[name]["seconds"].append(seconds)
+                found[name]["cpu"].append(cpu)
+        say(f"round {number} of {asked.rounds} done")
+    for name, pipe in arms:  # measuring memory gives it back first, which would cost the steps time
+        if "floor" not in name:
+            pipe.send((name, True))
+            found[name]["extra"].append(pipe.recv())
+    for _, process, pipe in servers:
+        pipe.send(None)
+        process.join()
+    return supervised, found
 
 
-def report(world: World, found: dict[str, dict[str, list[float]]], clock: str) -> None:
+def report(positions: int, supervised: int, found: dict[str, dict[str, list[float]]], clock: str) -> None:
     """Prints medians, spreads and the ratios that are asked for."""
     rows, median = [], {}
-    supervised = supervised_rows(world.labels_KBT)[0].numel()
     for name, values in found.items():
         seconds = median[name] = statistics.median(values[clock])
         spread = f"{min(values[clock]):.2f}..{max(values[clock]):.2f}"
         extra = "" if "floor" in name else human_bytes(statistics.median(values["extra"]))
         rows.append(
-            [name, f"{seconds:.2f}", spread, f"{world.positions / seconds:.0f}", f"{supervised / seconds:.0f}", extra]
+            [name, f"{seconds:.2f}", spread, f"{positions / seconds:.0f}", f"{supervised / seconds:.0f}", extra]
         )
     table(
         f"One step ({clock})", ["arm", "median s", "spread", "positions/s", "supervised rows/s", "extra memory"], rows
     )
     ratios = []
+    for name in ("ours", "compiled", "cached"):
+        if {"plain", name} <= median.keys():
+            ratios.append([f"{name} against plain", f"{median['plain'] / median[name]:.2f}x"])
     if {"plain", "ours"} <= median.keys():
-        memory = statistics.median(found["ours"]["extra"]) / statistics.median(found["plain"]["extra"])
-        ratios += [
-            ["ours against plain", f"{median['plain'] / median['ours']:.2f}x"],
-            ["extra memory", f"{memory:.3f}"],
-        ]
-    for ours, floor in (("ours", "floor"), ("cached", "cached floor")):
+        extra = {name: statistics.median(found[name]["extra"]) for name in ("plain", "ours")}
+        ratios.append(["extra memory, ours against plain", f"{extra['ours'] / extra['plain']:.3f}"])
+    for ours, floor in (("ours", "floor"), ("compiled", "floor"), ("cached", "cached floor")):
         if {ours, floor} <= median.keys():
             ratios.append([f"{ours} reaches of its floor's speed", f"{median[floor] / median[ours]:.1%}"])
-    table("Ratios", ["what", "value"], ratios)
+    table("Ratios of medians", ["what", "value"], ratios)
 
 
 def where_time_goes(world: World) -> None:
@@ -285,55 +353,30 @@ def where_time_goes(world: World) -> None:
     table("Where a step's time goes", ["kind", "seconds", "share"], rows)
 
 
-def by_vocabulary(rows: int = 1024, size: int = 64) -> None:
-    """Extra memory of the fused loss and of the plain one, by vocabulary and chunk."""
-    lines = []
-    for vocabulary in (32_000, 128_000, 256_000):
-        w = torch.randn(vocabulary, size).bfloat16()
-        x = torch.randn(rows, size).bfloat16().requires_grad_()
-        labels = torch.randint(0, vocabulary, (rows,))
-        line = [f"{vocabulary:,}"]
-        for chunk in (32, 128, 512):
-            projection = Projection(((x, w),))
-
-            def fused(projection=projection, labels=labels, chunk=chunk) -> None:
-                fused_cross_entropy(projection, labels, FusedOptions(chunk))[0].sum.backward()
-
-            fused()
-            line.append(human_bytes(extra_memory(fused)))
-        line.append(human_bytes(rows * vocabulary * (2 + 4 + 4)))
-        lines.append(line)
-    columns = ["V", "chunk 32", "chunk 128", "chunk 512", "all logits (bf16, fp32, gradient), by formula"]
-    table(f"Extra memory of the loss over {rows:,} rows", columns, lines)
-
-
 def main() -> None:
     """Parses arguments and runs."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", default="smollm2-135m")
     parser.add_argument("--shape", default="2x512x3", help="B x T x K")
+    parser.add_argument("--contract", choices=["own", "shared", "reduced"], default="own")
+    parser.add_argument("--reduced", type=int, default=8192, metavar="V'", help="tokens of `reduced` heads")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--chunk-rows", type=int, default=2048)
     parser.add_argument("--skip", nargs="*", default=[], help="arms to leave out")
+    parser.add_argument("--compile", action="store_true", help="also ours with compiled blocks (needs a C++ compiler)")
+    parser.add_argument(
+        "--plain", choices=["stock", "kept", "unstacked"], default="stock", help="which plain way; see above"
+    )
     parser.add_argument(
         "--clock", choices=["seconds", "cpu"], default="seconds", help="wall time, or CPU time of a busy box"
     )
-    parser.add_argument("--vocabularies", action="store_true", help="only peak memory by chunk and vocabulary")
     parser.add_argument("--profile", action="store_true", help="also where a step's time goes")
     parser.add_argument("--json", type=Path, help="write the raw figures here")
     asked = parser.parse_args()
-    keep_freed_memory()  # as `medusa-train fit` does, for all arms alike
-    torch.set_num_threads(asked.threads)
-    if asked.vocabularies:
-        by_vocabulary()
-        return
-    batch, length, heads = map(int, asked.shape.split("x"))
-    world = make_world(asked.base, batch, length, heads, asked.chunk_rows)
-    found = run_arms(world, asked.rounds, set(asked.skip))
-    report(world, found, asked.clock)
-    if asked.profile:
-        where_time_goes(world)
+    batch, length, _ = shape_of(asked)
+    supervised, found = run_arms(asked)
+    report(batch * length, supervised, found, asked.clock)
     if asked.json:
         asked.json.write_text(json.dumps({"shape": asked.shape, "arms": found, "environment": environment()}, indent=1))
 
