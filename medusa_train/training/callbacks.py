@@ -130,11 +130,9 @@ class KeepBestCallback(TrainerCallback, ExportableState):
         self.best, self.waited = attributes["best"], attributes["waited"]
 
     def _keep(self, state: TrainerState, name: str, value: float, metrics: dict[str, float]) -> None:
-        gathered = None
-        if self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled:
-            gathered = self.trainer.accelerator.get_state_dict(self.trainer.model_wrapped)
+        tensors = trainable_tensors(self.trainer.model, keep=state.is_world_process_zero)
         if state.is_world_process_zero:
-            write_tensors(self.run.best, trainable_tensors(self.trainer.model, gathered))
+            write_tensors(self.run.best, tensors)
             facts = {"step": state.global_step, "metric": name, "value": value, "metrics": plain_metrics(metrics)}
             write_atomic(self.run.best / "best.json", json.dumps(facts))
 

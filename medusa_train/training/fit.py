@@ -28,12 +28,12 @@ from medusa_train.training.losses import token_map_of
 from medusa_train.training.policies import prepare_backbone
 from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
 from medusa_train.training.shapes import shape_from_config
-from medusa_train.training.sharding import fill_deepspeed
 from medusa_train.training.soft import SoftTargets
 from medusa_train.training.state import RunFolder, read_tensors
 from medusa_train.training.store import store_run
 from medusa_train.training.trainee import Objective, Trainee
 from medusa_train.training.trainer import MedusaTrainer
+from medusa_train.training.zero import fill_deepspeed
 
 
 def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, base: Base | None = None) -> Path:
@@ -263,10 +263,9 @@ def _final_metrics(trainer: MedusaTrainer, run: RunFolder) -> dict[str, float]:
     if trainer.heldout is None:
         return {}
     best = run.best / "best.json"
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
     if trainer.recipe.evaluation.keep_best and best.is_file():
         found = json.loads(best.read_text())
-        if sharded:  # the stored checkpoint is made from the kept tensors, whole
+        if trainer.sharded:  # the stored checkpoint is made from the kept tensors, whole
             return found["metrics"]
         if found["step"] != trainer.state.global_step:
             say(f"best held-out {found['metric']} {found['value']:.4f} was at step {found['step']}: kept")

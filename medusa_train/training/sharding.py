@@ -1,9 +1,8 @@
-"""Weights sharded over ranks (FSDP2, ZeRO): what the library leaves to us.
+"""Weights sharded over ranks: FSDP2 as the library leaves it to us, and tensors in shards (ZeRO-3's too) and whole.
 
 - accelerate knows FSDP on accelerators only: on CPU ranks `fsdp: true` would silently be DDP. Here it is FSDP2 there
   too (gloo), so that what is tested on a CPU is what runs on GPUs.
-- The library's own FSDP and DeepSpeed checkpoints hold the whole backbone. Ours hold trainable tensors and the
-  optimizer's shards.
+- The library's own FSDP checkpoints hold the whole backbone. Ours hold trainable tensors and the optimizer's shards.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def shard_on_cpu(accelerator: Any, plugin: Any) -> None:
@@ -48,18 +47,20 @@ def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
     return distribute_tensor(whole.to(device), parameter.device_mesh, parameter.placements, src_data_rank=None)
 
 
-def fill_deepspeed(arguments: Any, hidden_size: int) -> None:
-    """Gives the `auto` sizes of a DeepSpeed config their numbers.
+def whole_tensor(stored: Tensor, parameter: nn.Parameter) -> Tensor:
+    """All of a parameter, of which this rank may hold a shard; every rank must ask for it at the same point.
 
-    The library reads hidden_size from `model.config`; what trains here is no transformers model and has none. The
-    formulas are the library's own (transformers, integrations/deepspeed.py, trainer_config_finalize).
+    Args:
+        stored: what the model's state dict has for it (a DTensor under FSDP2, empty under ZeRO-3).
+        parameter: the parameter itself; ZeRO-3 gathers that.
     """
-    config = getattr(arguments, "hf_deepspeed_config", None)
-    if config is None:
-        return
-    sizes = {"reduce_bucket_size": hidden_size * hidden_size}
-    if config.is_zero3():
-        sizes["stage3_prefetch_bucket_size"] = int(0.9 * hidden_size * hidden_size)
-        sizes["stage3_param_persistence_threshold"] = 10 * hidden_size
-    for name, size in sizes.items():
-        config.fill_only(f"zero_optimization.{name}", size)
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(stored, DTensor):
+        return stored.full_tensor()
+    if hasattr(parameter, "ds_id"):
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().clone()  # its memory goes where the block ends
+    return stored

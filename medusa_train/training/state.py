@@ -23,7 +23,7 @@ from medusa_train.config.load import diff_recipes
 from medusa_train.config.recipe import Recipe
 from medusa_train.errors import UserError
 from medusa_train.provenance import fsync_folder, write_atomic
-from medusa_train.training.sharding import own_part
+from medusa_train.training.sharding import own_part, whole_tensor
 
 COMPLETE = "COMPLETE"
 TENSORS = "trainable.safetensors"
@@ -101,6 +101,13 @@ class RunFolder:
             if not (folder / COMPLETE).is_file():
                 shutil.rmtree(folder, ignore_errors=True)
 
+    def remove_old(self, keep: int) -> None:
+        """Removes all but the newest `keep` checkpoints; one is no longer whole before anything of it goes."""
+        folders = sorted(self.state.glob("checkpoint-*"), key=lambda folder: int(folder.name.rsplit("-", 1)[1]))
+        for folder in folders[:-keep]:
+            (folder / COMPLETE).unlink(missing_ok=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """The trainable parameters by the names they have without wrappers (torch.compile, activation checkpointing)."""
@@ -112,14 +119,24 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
-def trainable_tensors(model: nn.Module, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The trainable tensors of a module, by name, on the CPU; from a gathered state dict where sharding needs one."""
-    names = trainable_parameters(model).keys()
-    source = {plain_name(name): t for name, t in (model.state_dict() if state is None else state).items()}
-    missing = sorted(names - source.keys())
+def trainable_tensors(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
+    """The trainable tensors of a module, whole, by name, on the CPU.
+
+    Where weights are sharded every rank must call it at the same point, and all of them gather one tensor after the
+    other; with `keep` false a rank does its part and returns {}.
+    """
+    parameters = trainable_parameters(model)
+    # Under FSDP2 this also shards again what a forward left whole.
+    stored = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    missing = sorted(parameters.keys() - stored.keys())
     if missing:
-        raise RuntimeError(f"the gathered state holds no {missing[0]}")
-    return {name: source[name].detach().to("cpu").contiguous() for name in sorted(names)}
+        raise RuntimeError(f"the model's state holds no {missing[0]}")
+    found = {}
+    for name in sorted(parameters):
+        whole = whole_tensor(stored[name], parameters[name])
+        if keep:
+            found[name] = whole.detach().to("cpu").contiguous()
+    return found
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:

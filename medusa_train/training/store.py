@@ -27,12 +27,13 @@ def store_run(
     """Writes the checkpoint; called by every rank (sharded weights are gathered), written by the first."""
     from medusa_train.checkpoint.save import save_checkpoint
 
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    kept = recipe.evaluation.keep_best and (run.best / TENSORS).is_file()
-    gathered = trainer.accelerator.get_state_dict(trainer.model_wrapped) if sharded and not kept else None
-    if not trainer.args.should_save:
+    writes = trainer.args.should_save
+    if trainer.sharded and recipe.evaluation.keep_best and (run.best / TENSORS).is_file():
+        tensors = load_file(run.best / TENSORS) if writes else {}
+    else:
+        tensors = trainable_tensors(trainer.model, keep=writes)
+    if not writes:
         return
-    tensors = load_file(run.best / TENSORS) if sharded and kept else trainable_tensors(trainer.model, gathered)
     dtype = stored_dtype(base)
     heads = heads_from(trainer.model.heads, tensors, dtype)
     changed = run.path / "changed"

@@ -5,7 +5,8 @@ Overridden, and why:
   accumulated micro-batches and over ranks (private; `tests/training/test_trainer_hooks.py` pins it).
 - `compute_loss`: sums / counts, multiplied by the number of processes because gradients are averaged over them.
 - `create_optimizer`: the heads' parameters go into groups of their own.
-- `_save`, `_load_from_checkpoint`: trainable tensors only, never the frozen backbone.
+- `save_model`, `_save_optimizer_and_scheduler`, `_load_from_checkpoint`: trainable tensors only, never the frozen
+  backbone; gathered where they are sharded.
 - `_save_checkpoint`: a checkpoint counts once COMPLETE lies in it, and only then older ones may go.
 - `evaluate`: held-out rows, per channel.
 """
@@ -31,6 +32,7 @@ from medusa_train.training.policies import ParamGroup, channel_weights, check_co
 from medusa_train.training.shapes import BackboneShape
 from medusa_train.training.sharding import save_fsdp_run, shard_on_cpu
 from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
+from medusa_train.training.zero import leave_frozen_out, save_deepspeed_run
 
 FORWARD = (
     "labels", "rows", "hidden", "input_ids", "position_ids", "attention_mask", "soft_tokens", "soft_weights",
@@ -65,6 +67,8 @@ class MedusaTrainer(Trainer):
         self.original_rows: dict[int, Tensor] = {}
         # The library wants some data set where eval_strategy is set; `evaluate` below reads `heldout`.
         super().__init__(*args, eval_dataset=None if heldout is None else heldout.rows, **kwargs)
+        if self.is_deepspeed_enabled:
+            leave_frozen_out(self.model)
         self.loss_is_scaled_for_ga = True
         self._counted: Tensor | None = None
         self._totals: dict[str, Tensor] = {}
@@ -80,6 +84,11 @@ class MedusaTrainer(Trainer):
 
             shard_on_cpu(self.accelerator, FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args))
             self.is_fsdp_enabled = True
+
+    @property
+    def sharded(self) -> bool:
+        """Whether no rank holds the whole model, or may not (all stages of ZeRO are treated as one)."""
+        return self.is_fsdp_enabled or self.is_deepspeed_enabled
 
     # -- denominators and loss
 
@@ -162,10 +171,11 @@ class MedusaTrainer(Trainer):
 
     # -- checkpoints of the run
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        """Trainable tensors only; the frozen backbone is on disk already."""
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Trainable tensors only; the frozen backbone is on disk already. Every rank calls it, the first writes."""
+        tensors = trainable_tensors(self.model, keep=self.args.should_save)
         if self.args.should_save:
-            write_tensors(Path(output_dir or self.args.output_dir), trainable_tensors(self.model, state_dict))
+            write_tensors(Path(output_dir or self.args.output_dir), tensors)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.stop_if_not_finite()
@@ -179,25 +189,19 @@ class MedusaTrainer(Trainer):
             self.args.save_total_limit = limit
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
-            for path in folder.iterdir():
+            for path in folder.rglob("*"):
                 if path.is_file():
                     with open(path, "rb") as handle:
                         os.fsync(handle.fileno())
             fsync_folder(folder)
             write_atomic(folder / COMPLETE, "")
-            self._remove_old(limit or 2)
-
-    def _remove_old(self, keep: int) -> None:
-        import shutil
-
-        folders = sorted(self.run.state.glob("checkpoint-*"), key=lambda path: int(path.name.rsplit("-", 1)[1]))
-        for folder in folders[:-keep]:
-            (folder / COMPLETE).unlink(missing_ok=True)
-            shutil.rmtree(folder, ignore_errors=True)
+            self.run.remove_old(limit or 2)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_fsdp_enabled:
             save_fsdp_run(self, output_dir)
+        elif self.is_deepspeed_enabled:
+            save_deepspeed_run(self, output_dir)
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
@@ -208,11 +212,8 @@ class MedusaTrainer(Trainer):
 
     def score(self, model: torch.nn.Module | None = None) -> tuple[Scores, list[Any]]:
         """Scores all held-out rows: sums, and the spans of ranks (on every rank; sharded models score together)."""
-        heldout, sharded = self.heldout, self.is_fsdp_enabled or self.is_deepspeed_enabled
-        model = (self.model_wrapped if sharded else self.model) if model is None else model
-        members = None
-        if self.args.world_size > 1 and not sharded:
-            members = range(self.args.process_index, len(heldout.rows), self.args.world_size)
+        heldout, members = self.heldout, self._own_rows()
+        model = (self.model_wrapped if self.sharded else self.model) if model is None else model
         scores = Scores.zero(self._score_names())
         nothing = np.zeros(0, np.int64)  # a rank may have no held-out row of its own
         tables = [(np.zeros((0, heldout.num_heads), np.int16), nothing, nothing)]
@@ -259,15 +260,15 @@ class MedusaTrainer(Trainer):
         """Before the first step: the untouched backbone's hidden states of held-out rows, for the drift."""
         self.model.keep_original()
         self.model.eval()
-        for number, batch in enumerate(self._own_batches()):
+        for number, batch in enumerate(self.heldout.batches(self._own_rows())):
             output = self._autocast(self.model)(**self._prepare_inputs(dict(batch.inputs)))
             self.original_rows[number] = output["hidden"].to("cpu")
 
-    def _own_batches(self) -> Any:
-        members = None
-        if self.args.world_size > 1 and not (self.is_fsdp_enabled or self.is_deepspeed_enabled):
-            members = range(self.args.process_index, len(self.heldout.rows), self.args.world_size)
-        return self.heldout.batches(members)
+    def _own_rows(self) -> range | None:
+        """The held-out rows that this rank scores; None: all (sharded models score together)."""
+        if self.args.world_size == 1 or self.sharded:
+            return None
+        return range(self.args.process_index, len(self.heldout.rows), self.args.world_size)
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Held-out loss and top-1/5/10 of every channel, drift, and the replayed tokens_per_round."""

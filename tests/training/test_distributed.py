@@ -22,6 +22,12 @@ from tests.training.support import losses_of, recipe_of, write_world
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 ROOT = Path(__file__).parents[2]
 LORA = {"kind": "joint", "lora": {"r": 2, "dropout": 0.0}, "drift": {"max_ce_increase": None}}
+NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+FSDP2 = {
+    name: value
+    for name, value in load_recipe(ROOT / "recipes" / "medusa2-fsdp2.yaml").training.items()
+    if name in ("fsdp", "fsdp_config")
+}
 FULL = {"kind": "joint", "adapter": "none", "drift": {"max_ce_increase": None}}
 
 
@@ -116,20 +122,35 @@ def check_same(one: Path, two: Path) -> None:
 
 
 def check_resumed(two: Path) -> None:
-    """With its second half thrown away the sharded run goes on to the same losses."""
-    whole, state = losses_of(two), two.with_name("two.run") / "state"
-    shutil.rmtree(state / "checkpoint-4")
-    shutil.rmtree(two)
-    (two.with_name("two.run") / "finished.json").unlink()
+    """With its second half thrown away the sharded run goes on to the same losses and tensors, bit for bit."""
+    folder = two.with_name("two.run")
+    whole, first = losses_of(two), two.rename(two.with_name("first"))
+    shutil.rmtree(folder / "state" / "checkpoint-4")
+    (folder / "finished.json").unlink()
     run("-m", "medusa_train", "fit", "--recipe", str(two.with_suffix(".yaml")), "--nproc", "2")
-    assert losses_of(two) == {step: pytest.approx(loss, rel=1e-6) for step, loss in whole.items()}
+    steps = [json.loads(line)["step"] for line in (folder / "log.jsonl").read_text().splitlines() if '"loss"' in line]
+    assert steps == [1, 2, 3, 4, 3, 4]
+    assert losses_of(two) == whole
+    for path in first.rglob("*.safetensors"):
+        again = load_file(two / path.relative_to(first))
+        assert all(torch.equal(again[name], tensor) for name, tensor in load_file(path).items()), path.name
+
+
+def check_no_frozen_tensor_in_deepspeeds_files(checkpoint: Path, ranks: int) -> None:
+    """They hold the tensors of `trainable.safetensors` (whole or a shard), and every rank's part of the optimizer."""
+    trained = load_file(checkpoint / "trainable.safetensors")
+    models = list(checkpoint.glob("global_step*/*model_states.pt"))
+    assert models and len(list(checkpoint.glob("global_step*/*optim_states.pt"))) == ranks
+    for path in models:
+        state = torch.load(path, map_location="cpu", weights_only=False)  # DeepSpeed's files are pickles
+        assert state["module"].keys() == trained.keys(), path.name
+        assert state["frozen_param_fragments"] is None and state["frozen_param_shapes"] is None
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["heads_only", LORA, FULL], ids=["heads_only", "lora", "full"])
 def test_fsdp2_through_the_command_gives_the_single_process_run(world: dict, tmp_path: Path, policy) -> None:
-    sharding = load_recipe(ROOT / "recipes" / "medusa2-fsdp2.yaml").training
-    one, two = fit_sharded(world, tmp_path, policy, {name: sharding[name] for name in ("fsdp", "fsdp_config")})
+    one, two = fit_sharded(world, tmp_path, policy, FSDP2)
     check_same(one, two)
     trained = set(load_file(tmp_path / "two.run" / "state" / "checkpoint-2" / "trainable.safetensors"))
     assert any(name.startswith("backbone.") for name in trained) == (policy != "heads_only")
@@ -140,13 +161,14 @@ def test_fsdp2_through_the_command_gives_the_single_process_run(world: dict, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+@NEEDS_DEEPSPEED
+@pytest.mark.parametrize("policy", ["heads_only", LORA], ids=["heads_only", "lora"])
 @pytest.mark.parametrize("stage", [2, 3])
-def test_zero_through_the_command_gives_the_single_process_run(world: dict, tmp_path: Path, stage: int) -> None:
+def test_zero_through_the_command_gives_the_single_process_run(world: dict, tmp_path: Path, stage: int, policy) -> None:
     """The recipes' own json, on DeepSpeed's CPU accelerator over gloo."""
-    one, two = fit_sharded(world, tmp_path, LORA, {"deepspeed": str(ROOT / "recipes" / f"zero{stage}.json")})
+    one, two = fit_sharded(world, tmp_path, policy, {"deepspeed": str(ROOT / "recipes" / f"zero{stage}.json")})
     check_same(one, two)
-    assert list((tmp_path / "two.run" / "state").glob("checkpoint-2/global_step2/*pp_rank_1*"))
+    check_no_frozen_tensor_in_deepspeeds_files(tmp_path / "two.run" / "state" / "checkpoint-2", ranks=2)
     check_resumed(two)
 
 

@@ -48,8 +48,10 @@ def test_the_private_hook_still_exists_and_is_called_where_the_counts_are_needed
     assert "_get_num_items_in_batch" in inspect.getsource(Trainer.get_batch_samples)
     assert "num_items_in_batch" in inspect.signature(Trainer.compute_loss).parameters
     assert "loss_is_scaled_for_ga" in inspect.getsource(Trainer.training_step)
-    for name in ("_save", "_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "evaluate"):
+    for name in ("_save_checkpoint", "_load_from_checkpoint", "create_optimizer", "evaluate"):
         assert hasattr(Trainer, name)
+    for name in ("self.save_model(output_dir", "self._save_optimizer_and_scheduler(output_dir"):
+        assert name in inspect.getsource(Trainer._save_checkpoint)
 
 
 def gradients(trainer: MedusaTrainer, batches: list[dict]) -> dict[str, torch.Tensor]:
