@@ -6,7 +6,11 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from medusa_train.console import human_bytes, human_count, say
 from medusa_train.errors import UserError
@@ -40,24 +44,43 @@ def expected_memory(trainer: Any) -> int:
 def dry_save(trainer: MedusaTrainer, run: RunFolder) -> None:
     """Saves the trainable tensors and reads them back, so that a run does not learn at its end that it cannot.
 
+    Called by every rank: all of them gather, the first writes, and where it cannot all of them end.
+
     Raises:
-        UserError: the disk is full or refuses, or what was read differs.
+        UserError: the disk is full or refuses, or what was read differs; on every rank.
     """
-    if not trainer.args.should_save or trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-        return
+    tensors = trainable_tensors(trainer.model, keep=trainer.args.should_save)
+    problem = _write_and_reload(tensors, run) if trainer.args.should_save else None
+    problem = broadcast_object_list([problem], from_process=0)[0]
+    if problem is not None:
+        raise problem
+
+
+def _write_and_reload(tensors: dict[str, Tensor], run: RunFolder) -> UserError | None:
+    """What is wrong, or None; nothing of it is left on the disk."""
     folder = run.path / ".dry"
     try:
-        tensors = trainable_tensors(trainer.model)
         write_tensors(folder, tensors)
         again = load_file(folder / TENSORS)
-        for name, tensor in tensors.items():
-            if not torch.equal(tensor, again[name]):
-                raise UserError(f"{name} reads back different from what was written", where=str(run.path))
-    except OSError as error:
-        raise UserError(
+    except (OSError, SafetensorError) as error:
+        return UserError(
             f"a trial save failed: {error}",
             where=str(run.path),
             fix="free some space, or train into another output_dir",
-        ) from error
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+    for name, tensor in tensors.items():
+        if name not in again or not torch.equal(tensor, again[name]):
+            return UserError(f"{name} reads back different from what was written", where=str(run.path))
+    return None
+
+
+class DrySaveCallback(TrainerCallback):
+    """`dry_save` of a sharded run: its weights become shards inside train(), shortly before this is called."""
+
+    def __init__(self, trainer: MedusaTrainer, run: RunFolder) -> None:
+        self.trainer, self.run = trainer, run
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        dry_save(self.trainer, self.run)

@@ -241,14 +241,16 @@ def check_sharding(trainee: Trainee, arguments: Any) -> None:
 
 def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) -> Any:
     """Prints what will be trained, checks that it can be saved, then trains or goes on."""
-    from medusa_train.training.announce import announce, dry_save
+    from medusa_train.training.announce import DrySaveCallback, announce, dry_save
 
     if trainer.args.should_save:
         run.remove_torn()
     last = run.last_whole()
     trainer.create_optimizer()
     announce(trainer)
-    if last is None:
+    if last is None and trainer.sharded:
+        trainer.add_callback(DrySaveCallback(trainer, run))  # weights are sharded by train()
+    elif last is None:
         dry_save(trainer, run)
     if trainer.recipe.policy.kind != "heads_only" and trainer.heldout is not None:
         trainer.keep_original_rows()

@@ -10,12 +10,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -140,19 +143,31 @@ def trainable_tensors(model: nn.Module, keep: bool = True) -> dict[str, Tensor]:
 
 
 def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Writes `trainable.safetensors`, whole or not at all; empty tensors (a sharding not gathered) are refused."""
+    """Writes `trainable.safetensors`, whole or not at all; empty tensors (a sharding not gathered) are refused.
+
+    Raises:
+        OSError: the disk is full, or refuses.
+    """
     empty = [name for name, tensor in tensors.items() if tensor.numel() == 0]
     if empty:
         raise RuntimeError(f"{empty[0]} is empty: the weights were not gathered before saving")
     folder.mkdir(parents=True, exist_ok=True)
     temporary = folder / f".{TENSORS}.partial"
     # Names that share memory (a tied weight) are written once each; safetensors wants memory of their own.
-    save_file(
-        {name: tensor.clone() if tensor._base is not None else tensor for name, tensor in tensors.items()}, temporary
-    )
+    own = {name: tensor.clone() if tensor._base is not None else tensor for name, tensor in tensors.items()}
+    try:
+        save_file(own, temporary)
+    except SafetensorError as error:
+        raise _system_error(error, temporary) from error
     temporary.chmod(0o644)
     temporary.replace(folder / TENSORS)
     fsync_folder(folder)
+
+
+def _system_error(error: SafetensorError, path: Path) -> Exception:
+    """The OSError that safetensors tells of in words only, or the error as it is."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), str(path))
 
 
 @torch.no_grad()

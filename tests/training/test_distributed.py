@@ -173,6 +173,26 @@ def test_zero_through_the_command_gives_the_single_process_run(world: dict, tmp_
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=NEEDS_DEEPSPEED)])
+def test_a_sharded_run_tries_to_save_before_its_first_step(world: dict, tmp_path: Path, kind: str) -> None:
+    """Something lies in the way of the file: one block, exit code 2, no step taken, nothing left of the trial."""
+    sharding = FSDP2 if kind == "fsdp2" else {"deepspeed": str(ROOT / "recipes" / "zero3.json")}
+    recipe = recipe_of(world, tmp_path / "out", training={**sharding, "per_device_train_batch_size": 2})
+    (tmp_path / "recipe.yaml").write_text(dump_recipe(recipe))
+    folder = tmp_path / "out.run"
+    (folder / ".dry" / ".trainable.safetensors.partial").mkdir(parents=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "medusa_train", "fit", "--recipe", str(tmp_path / "recipe.yaml"), "--nproc", "2"],
+        env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count(f"error: {folder}: a trial save failed: [Errno 21] Is a directory") == 1
+    assert "Traceback" not in done.stderr and "rank 0" not in done.stderr
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["recipe.json"]
+    assert not (folder / ".dry").exists() and not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
 def test_what_ranks_die_of_is_one_block_and_exit_code_2(world: dict, tmp_path: Path) -> None:
     words = ["-m", "medusa_train", "fit", "--recipe", str(ROOT / "recipes" / "tiny-medusa1.yaml"), "--nproc", "2"]
     words += [f"base.name={world['base']}", f"output_dir={tmp_path / 'out'}", "data.train=[nowhere.jsonl]"]

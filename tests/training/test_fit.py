@@ -270,6 +270,19 @@ def test_a_crash_while_saving_leaves_the_checkpoint_before_it(
     assert sorted(losses_of(tmp_path / "out")) == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.parametrize("policy", ["heads_only", {"kind": "joint", "lora": {"r": 2}}], ids=["heads_only", "lora"])
+def test_a_trial_save_that_fails_ends_the_run_before_its_first_step(world: dict, tmp_path: Path, policy) -> None:
+    """Something lies in the way of the file: safetensors fails after it has written all of it under another name."""
+    recipe = recipe_of(world, tmp_path / "out", policy)
+    folder = RunFolder.of(recipe).path
+    (folder / ".dry" / ".trainable.safetensors.partial").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"a trial save failed: .*Is a directory") as error:
+        fit(recipe)
+    assert error.value.where == str(folder)
+    assert [path.name for path in folder.rglob("*") if path.is_file()] == ["recipe.json"]
+    assert not (folder / ".dry").exists() and not (tmp_path / "out").exists()
+
+
 @pytest.mark.slow
 def test_ten_sigkills_at_random_steps_change_nothing(world: dict, tmp_path: Path) -> None:
     training = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 24, "gradient_accumulation_steps": 2}
