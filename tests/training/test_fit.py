@@ -283,6 +283,22 @@ def test_a_trial_save_that_fails_ends_the_run_before_its_first_step(world: dict,
     assert not (folder / ".dry").exists() and not (tmp_path / "out").exists()
 
 
+FSDP = {
+    "version": ({"fsdp_config": {"version": 1}}, "float32", "FSDP of version 1 keeps no names", "version=2"),
+    "dtypes": ({}, "bfloat16", "FSDP needs one dtype, this run has bfloat16, float32", "base.dtype=float32"),
+}
+
+
+@pytest.mark.parametrize(("training", "dtype", "what", "fix"), FSDP.values(), ids=FSDP)
+def test_fsdp_that_cannot_work_is_refused(
+    world: dict, tmp_path: Path, training: dict, dtype: str, what: str, fix: str
+) -> None:
+    base = {"name": world["base"], "dtype": dtype}
+    with pytest.raises(UserError, match=what) as error:
+        fit(recipe_of(world, tmp_path / "out", base=base, training={"fsdp": True, **training}))
+    assert fix in error.value.fix
+
+
 @pytest.mark.slow
 def test_ten_sigkills_at_random_steps_change_nothing(world: dict, tmp_path: Path) -> None:
     training = {"save_strategy": "steps", "save_steps": 1, "num_train_epochs": 24, "gradient_accumulation_steps": 2}
