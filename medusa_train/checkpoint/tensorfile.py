@@ -11,6 +11,8 @@ import hashlib
 import json
 import math
 import mmap
+import os
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -169,8 +171,20 @@ def _check_layout(tensors: dict[str, TensorInfo], data_bytes: int, problems: Pro
 
 
 def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """A safetensors file of torch tensors, readable for everybody (the library's own files are the owner's only)."""
+    """A safetensors file of torch tensors, readable for everybody (the library's own files are the owner's only).
+
+    Raises:
+        OSError: the disk is full, or refuses.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # The library tells of the system's error in words only; whoever catches a full disk looks for its number.
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
     path.chmod(0o644)

@@ -116,6 +116,8 @@ def _storage_error(error: OSError) -> str | None:
         return f"the disk is full{place}\n  to mend it: free some space and run the same command again; it continues"
     if error.errno == errno.EDQUOT:
         return f"the disk quota is used up{place}\n  to mend it: free some space and run the same command again"
+    if error.errno == errno.EFBIG:
+        return f"the file would be larger than may be here{place}\n  to mend it: see `ulimit -f`, or write elsewhere"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to read or write there{place}"
     return None

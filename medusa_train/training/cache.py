@@ -20,10 +20,10 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from medusa_train.checkpoint import tensorfile
 from medusa_train.config.recipe import CacheSection
 from medusa_train.console import progress, say
 from medusa_train.dataset.rows import TokenRow
@@ -180,8 +180,7 @@ def _write_shard(
             pieces["position"].append(positions_m.to(torch.int32))
         done(sum(len(rows[index].input_ids) for index in group))
     temporary = folder / f".{shard.name}.partial"
-    save_file({name: torch.cat(parts).contiguous() for name, parts in pieces.items()}, temporary)
-    temporary.chmod(0o644)
+    tensorfile.write_tensors(temporary, {name: torch.cat(parts).contiguous() for name, parts in pieces.items()})
     temporary.replace(folder / shard.name)
     fsync_folder(folder)
 

@@ -10,18 +10,16 @@
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from medusa_train.checkpoint import tensorfile
 from medusa_train.config.load import diff_recipes
 from medusa_train.config.recipe import Recipe
 from medusa_train.errors import UserError
@@ -155,19 +153,9 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
     temporary = folder / f".{TENSORS}.partial"
     # Names that share memory (a tied weight) are written once each; safetensors wants memory of their own.
     own = {name: tensor.clone() if tensor._base is not None else tensor for name, tensor in tensors.items()}
-    try:
-        save_file(own, temporary)
-    except SafetensorError as error:
-        raise _system_error(error, temporary) from error
-    temporary.chmod(0o644)
+    tensorfile.write_tensors(temporary, own)
     temporary.replace(folder / TENSORS)
     fsync_folder(folder)
-
-
-def _system_error(error: SafetensorError, path: Path) -> Exception:
-    """The OSError that safetensors tells of in words only, or the error as it is."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return error if number is None else OSError(int(number[1]), os.strerror(int(number[1])), str(path))
 
 
 @torch.no_grad()

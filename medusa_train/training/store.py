@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from medusa_train.checkpoint import tensorfile
 from medusa_train.config.recipe import Joint, Recipe
 from medusa_train.modeling.heads import MedusaHeads
 from medusa_train.training.state import TENSORS, RunFolder, plain_name, trainable_tensors
@@ -88,7 +89,7 @@ def write_adapter(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
         for key, tensor in tensors.items()
         if key.startswith(BACKBONE)
     }
-    save_file(stored, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    tensorfile.write_tensors(folder / "adapter_model.safetensors", stored)
     config = model.peft_config[name].to_dict()
     plain = {k: sorted(v) if isinstance(v, set) else v for k, v in config.items()}
     plain |= {"base_model_name_or_path": None, "inference_mode": True}

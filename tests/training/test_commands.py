@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -175,17 +176,17 @@ def test_heads_train_on_a_quantized_backbone(tmp_path: Path, quantization: str) 
         assert load_checkpoint(qlora).adapter_folder is not None
 
 
-def test_a_full_disk_is_told_before_the_first_step(
-    world: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from medusa_train.training import announce
-
-    def full(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(announce, "write_tensors", full)
-    with pytest.raises(UserError, match="No space left"):
-        fit(recipe_of(world, tmp_path / "out"))
+def test_a_disk_that_refuses_is_told_before_the_first_step(world: dict, tmp_path: Path) -> None:
+    """The real refusal of a real file system, by a limit on the size of files: heads are larger than 64 KiB."""
+    recipe = recipe_of(world, tmp_path / "out")
+    base = load_recipe_base(recipe)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"a trial save failed: .*File too large"):
+            fit(recipe, base=base)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "out").exists()
 
 
