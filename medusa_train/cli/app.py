@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
 import os
 import sys
 from typing import Annotated
@@ -72,6 +73,7 @@ def main() -> None:
     # Library chatter that a user cannot act on; whoever sets these keeps their own values.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that an optional kernel is not there
     try:
         build_app()(prog_name="medusa-train")
     except UserError as error:
