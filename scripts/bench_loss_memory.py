@@ -2,8 +2,8 @@
 
     python scripts/bench_loss_memory.py
 
-Memory of the loss over 1,024 rows, by chunk (32, 128, 512): V = 32,000: 3, 9, 33 MiB; 128,000: 9, 34, 126 MiB;
-256,000: 18, 65, 251 MiB, where all logits would take 0.3, 1.2 and 2.4 GiB.
+Memory of the loss over 1,024 rows, by chunk (32, 128, 512): V = 32,000: 5, 10, 33 MiB; 128,000: 15, 33, 127 MiB;
+256,000: 18, 65, 253 MiB, where all logits would take 0.3, 1.2 and 2.4 GiB.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from medusa_train.training.fused import FusedOptions, Projection, fused_cross_en
 
 
 def by_vocabulary(rows: int = 1024, size: int = 64) -> None:
-    """Extra memory of the fused loss and of the plain one, by vocabulary and chunk."""
+    """Extra memory of the fused loss, measured, and of all logits, by formula; by vocabulary and chunk."""
     lines = []
     for vocabulary in (32_000, 128_000, 256_000):
         w = torch.randn(vocabulary, size).bfloat16()

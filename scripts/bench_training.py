@@ -7,9 +7,12 @@ Arms, one step of each in turn, medians over the rounds after one step to warm u
     plain          backbone, then every head at every position: logits [K, B, T, V] kept for autograd, fp32 CE per head
     ours           supervised rows gathered first, projection and loss fused by chunks; fit's own module
     compiled       ours with `torch_compile: true` (--compile)
+    backbone       its forward alone; `backbone compiled` with --compile
     floor          the matrix products that cannot be avoided, same shapes and dtype, and the optimizer's step
     cached         ours from cached hidden states (no backbone)
     cached floor   its products and the optimizer's step
+    (turned)       a floor whose weights' gradients are multiplied the way round that is fastest here, as ours are; the
+                   plain floors multiply as torch's autograd does
 
 The plain way has a process of its own, so that its memory is handled as torch does by itself; `--plain kept` lets it
 keep freed memory, as `fit` does, and `--plain unstacked` leaves the K heads' logits apart besides.
@@ -67,6 +70,7 @@ from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
 from medusa_train.training.trainee import Objective, Trainee
 
 SUPERVISED = 0.4
+HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
 @dataclass
@@ -155,8 +159,27 @@ def compiled_step(world: World) -> Callable[[], None]:
     return our_step(replace(world, model=model), cached=False)
 
 
-def floor_step(world: World, cached: bool) -> Callable[[], None]:
-    """Matrix products only: the backbone's on all positions, the heads' three on supervised rows; optimizer."""
+def backbone_step(world: World, compiled: bool) -> Callable[[], None]:
+    """The frozen backbone's forward on all positions."""
+    model = world.model
+    if compiled:
+        model = copy.deepcopy(model)
+        compile_blocks(model, {"torch_compile": True})
+
+    @torch.no_grad()
+    def step() -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            hidden_states(model, world.ids_BT)
+
+    return step
+
+
+def floor_step(world: World, cached: bool, turned: bool) -> Callable[[], None]:
+    """Matrix products only: the backbone's on all positions, the heads' three on supervised rows; optimizer.
+
+    Args:
+        turned: the weights' gradients as [D, V] products, not as [V, D] ones with a transposed left operand.
+    """
     text = world.model.config
     rows = supervised_rows(world.labels_KBT)[0].numel()
     backbone = [] if cached else backbone_products(text, *world.ids_BT.shape)
@@ -178,7 +201,9 @@ def floor_step(world: World, cached: bool) -> Callable[[], None]:
             for chunk in chunks:
                 logits = z[chunk] @ w.T
                 logits @ w
-                if not shared:
+                if not shared and turned:
+                    z[chunk].T.contiguous() @ logits
+                elif not shared:
                     logits.T @ z[chunk]
             z.T @ z
         for parameter, gradient in zip(world.heads.parameters(), gradients, strict=True):
@@ -235,9 +260,13 @@ def arms_of(world: World, asked: argparse.Namespace, names: list[str]) -> dict[s
         "plain": lambda: plain_step(world, stacked=asked.plain != "unstacked"),
         "ours": lambda: our_step(world, cached=False),
         "compiled": lambda: compiled_step(world),
-        "floor": lambda: floor_step(world, cached=False),
+        "backbone": lambda: backbone_step(world, compiled=False),
+        "backbone compiled": lambda: backbone_step(world, compiled=True),
+        "floor": lambda: floor_step(world, cached=False, turned=False),
+        "floor (turned)": lambda: floor_step(world, cached=False, turned=True),
         "cached": lambda: our_step(world, cached=True),
-        "cached floor": lambda: floor_step(world, cached=True),
+        "cached floor": lambda: floor_step(world, cached=True, turned=False),
+        "cached floor (turned)": lambda: floor_step(world, cached=True, turned=True),
     }
     return {name: makers[name]() for name in names}
 
@@ -267,22 +296,26 @@ def start(asked: argparse.Namespace, names: list[str], keep: bool) -> tuple[Any,
     """(process, pipe) of a server of `names`."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
+    before = os.environ.pop(HUGE_PAGES, None)
     if keep:  # torch reads it when it is loaded, which is before `serve`
-        os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
+        os.environ[HUGE_PAGES] = "1"
     process = context.Process(target=serve, args=(there, asked, names, keep), daemon=True)
     process.start()
-    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    os.environ.pop(HUGE_PAGES, None)
+    if before is not None:
+        os.environ[HUGE_PAGES] = before
     there.close()
     return process, here
 
 
 def run_arms(asked: argparse.Namespace) -> tuple[int, dict[str, dict[str, list[float]]]]:
     """(supervised rows, seconds of every arm's steps, one step of each in turn; then its extra memory)."""
-    ours = ["ours", *(["compiled"] if asked.compile else []), "floor", "cached", "cached floor"]
+    compiled = ["compiled", "backbone", "backbone compiled"] if asked.compile else []
+    ours = ["ours", *compiled, "floor", "floor (turned)", "cached", "cached floor", "cached floor (turned)"]
     groups = [(["plain"], asked.plain != "stock"), (ours, True)]
     groups = [([name for name in names if name not in asked.skip], keep) for names, keep in groups]
     servers = [(names, *start(asked, names, keep)) for names, keep in groups if names]
-    supervised = {pipe.recv() for _, _, pipe in servers}.pop()  # all are ready once they have said it
+    supervised = max(pipe.recv() for _, _, pipe in servers)  # all are ready once they have said it
     arms = [(name, pipe) for names, _, pipe in servers for name in names]
     found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "extra": []} for name, _ in arms}
     for number in range(asked.rounds + 1):
@@ -294,7 +327,7 @@ def run_arms(asked: argparse.Namespace) -> tuple[int, dict[str, dict[str, list[f
                 found[name]["cpu"].append(cpu)
         say(f"round {number} of {asked.rounds} done")
     for name, pipe in arms:  # measuring memory gives it back first, which would cost the steps time
-        if "floor" not in name:
+        if "floor" not in name and "backbone" not in name:
             pipe.send((name, True))
             found[name]["extra"].append(pipe.recv())
     for _, process, pipe in servers:
@@ -309,7 +342,7 @@ def report(positions: int, supervised: int, found: dict[str, dict[str, list[floa
     for name, values in found.items():
         seconds = median[name] = statistics.median(values[clock])
         spread = f"{min(values[clock]):.2f}..{max(values[clock]):.2f}"
-        extra = "" if "floor" in name else human_bytes(statistics.median(values["extra"]))
+        extra = human_bytes(statistics.median(values["extra"])) if values["extra"] else ""
         rows.append(
             [name, f"{seconds:.2f}", spread, f"{positions / seconds:.0f}", f"{supervised / seconds:.0f}", extra]
         )
@@ -324,8 +357,11 @@ def report(positions: int, supervised: int, found: dict[str, dict[str, list[floa
         extra = {name: statistics.median(found[name]["extra"]) for name in ("plain", "ours")}
         ratios.append(["extra memory, ours against plain", f"{extra['ours'] / extra['plain']:.3f}"])
     for ours, floor in (("ours", "floor"), ("compiled", "floor"), ("cached", "cached floor")):
-        if {ours, floor} <= median.keys():
-            ratios.append([f"{ours} reaches of its floor's speed", f"{median[floor] / median[ours]:.1%}"])
+        for kind in (floor, f"{floor} (turned)"):
+            if {ours, kind} <= median.keys():
+                ratios.append([f"{ours} reaches of the {kind}'s speed", f"{median[kind] / median[ours]:.1%}"])
+    if "backbone compiled" in median:
+        ratios.append(["a compiled forward takes", f"{median['backbone compiled'] / median['backbone']:.1%}"])
     table("Ratios of medians", ["what", "value"], ratios)
 
 

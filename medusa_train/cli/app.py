@@ -70,7 +70,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Entry point of `medusa-train` and `python -m medusa_train`."""
-    # Library chatter that a user cannot act on; whoever sets these keeps their own values.
+    # Library chatter that a user cannot act on; whoever sets these variables keeps their own values.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # says at import that an optional kernel is not there

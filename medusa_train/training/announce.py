@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -61,7 +62,7 @@ def _write_and_reload(tensors: dict[str, Tensor], run: RunFolder) -> UserError |
     try:
         write_tensors(folder, tensors)
         again = load_file(folder / TENSORS)
-    except OSError as error:
+    except (OSError, SafetensorError, RuntimeError) as error:
         return UserError(
             f"a trial save failed: {error}",
             where=str(run.path),

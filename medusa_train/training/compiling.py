@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from typing import Any
 
 import torch
@@ -16,44 +17,68 @@ from torch import nn
 
 from medusa_train.console import say
 from medusa_train.errors import UserError, unknown_name
+from medusa_train.modeling.backbone import decoder_of
 
-# TrainingArguments' own switches: they would have the library compile the whole as well.
+# TrainingArguments' own switches, any of which turns it on: they would have the library compile the whole as well.
 SWITCHES = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
+# One code object serves all blocks, with and without gradients, masks and adapters; past torch's own limit of 8
+# variants the rest would run uncompiled, with a word in the log only.
+VARIANTS = 64
 
 
-def compile_blocks(model: nn.Module, training: dict[str, Any]) -> int:
-    """Compiles the transformers model's repeated blocks in place, where `training` asks for it; their number.
+def compile_blocks(model: nn.Module, training: dict[str, Any]) -> list[nn.Module]:
+    """Compiles the decoder's layers in place, where `training` asks for it; the layers.
 
-    Nothing is compiled before the first forward. Other shapes than the first compile once more, then with sizes left
-    open.
+    Nothing is compiled before their first forward. Sizes are left open from the start: bins differ in length, and a run
+    that is resumed should run what the uninterrupted one ran. The layers stay compiled as long as the model lives.
 
     Raises:
-        UserError: there is no such backend or mode, or no C++ compiler that the backend needs.
+        UserError: there is no such backend or mode, no compiler that the backend needs, no layers, or DeepSpeed.
     """
     wanted, backend, mode = (training.get(name) for name in SWITCHES)
     if not (wanted or backend or mode):
-        return 0
-    backend = backend or "inductor"
+        return []
+    if training.get("deepspeed"):
+        raise UserError(
+            "torch_compile does not go with deepspeed, whose hooks around every layer break what is compiled",
+            where="training.torch_compile",
+            fix="FSDP2 (recipes/medusa2-fsdp2.yaml), or leave training.torch_compile out",
+        )
+    backend, blocks = backend or "inductor", _layers(model)
     known = torch.compiler.list_backends(exclude_tags=())
     if backend not in known:
         raise unknown_name("training.torch_compile_backend", backend, known)
-    _check_compiler(backend, next(model.parameters()).device)
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    torch._dynamo.config.recompile_limit = max(VARIANTS, torch._dynamo.config.recompile_limit)
     try:
         for block in blocks:
-            block.compile(backend=backend, mode=mode)
+            block.compile(backend=backend, mode=mode, dynamic=True)
     except RuntimeError as error:  # torch's words for an unknown mode name those that there are
         raise UserError(f"training.torch_compile_mode: {error}") from error
-    say(f"{len(blocks)} blocks of the backbone will be compiled ({backend}) at the first step")
-    return len(blocks)
+    if backend == "inductor":
+        _check_compiler(next(model.parameters()).device)
+    say(f"{len(blocks)} layers of the backbone will be compiled ({backend}) when they are first run")
+    return blocks
 
 
-def _check_compiler(backend: str, device: torch.device) -> None:
-    if backend != "inductor" or device.type != "cpu" or os.environ.get("CXX"):
-        return
-    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+def _layers(model: nn.Module) -> list[nn.Module]:
+    decoder, names = decoder_of(model), set(getattr(model, "_no_split_modules", None) or ())
+    lists = (list(child) for child in decoder.children() if isinstance(child, nn.ModuleList))
+    found = [module for module in decoder.modules() if type(module).__name__ in names] or next(lists, [])
+    if not found:
         raise UserError(
-            "training.torch_compile needs a C++ compiler on a CPU, and there is none",
-            fix="install g++, or training.torch_compile=false",
+            f"{type(decoder).__name__} has no list of layers to compile", fix="leave training.torch_compile out"
+        )
+    return found
+
+
+def _check_compiler(device: torch.device) -> None:
+    """What inductor calls: $CXX or g++ (clang++ on a Mac) for CPUs, a C compiler for Triton's launchers."""
+    if device.type == "cpu":
+        wanted = [os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")]
+    else:
+        wanted = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang"]
+    if not any(map(shutil.which, wanted)):
+        raise UserError(
+            f"training.torch_compile needs a compiler, and there is no {' or '.join(wanted)}",
+            fix=f"install {wanted[0]}, or leave training.torch_compile out",
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
@@ -44,7 +45,8 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
     Args:
         replay: turns held-out ranks into {"tokens_per_round": ...}; without it the best check is the least loss.
         restart: throw the run's state away and begin anew.
-        base: an already loaded backbone of the recipe (for callers that train several times).
+        base: an already loaded backbone of the recipe (for callers that train several times; what one recipe had
+            compiled stays compiled).
 
     Returns:
         The checkpoint's folder.
@@ -265,13 +267,14 @@ def _final_metrics(trainer: MedusaTrainer, run: RunFolder) -> dict[str, float]:
     if trainer.heldout is None:
         return {}
     best = run.best / "best.json"
-    if trainer.recipe.evaluation.keep_best and best.is_file():
-        found = json.loads(best.read_text())
-        if trainer.sharded:  # the stored checkpoint is made from the kept tensors, whole
+    found = json.loads(best.read_text()) if trainer.recipe.evaluation.keep_best and best.is_file() else None
+    if trainer.sharded:  # the stored checkpoint is made from the kept tensors, whole; the first rank's disk decides
+        found = broadcast_object_list([found])[0]
+        if found is not None:
             return found["metrics"]
-        if found["step"] != trainer.state.global_step:
-            say(f"best held-out {found['metric']} {found['value']:.4f} was at step {found['step']}: kept")
-            read_tensors(run.best, trainer.model)
+    elif found is not None and found["step"] != trainer.state.global_step:
+        say(f"best held-out {found['metric']} {found['value']:.4f} was at step {found['step']}: kept")
+        read_tensors(run.best, trainer.model)
     scores, spans = trainer.score()
     metrics = scores.metrics(trainer.recipe.head_weights())
     if trainer.replay is not None:

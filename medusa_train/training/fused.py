@@ -62,7 +62,7 @@ class Ranked:
     count: Tensor
 
 
-@torch.compiler.disable  # torch.compile works around the loss, which computes its own gradient
+@torch.compiler.disable  # it computes its own gradient; a launcher's --dynamo_backend compiles all around it
 def fused_cross_entropy(
     projection: Projection,
     labels_M: Tensor,

@@ -2,7 +2,7 @@
 
 - accelerate knows FSDP on accelerators only: on CPU ranks `fsdp: true` would silently be DDP. Here it is FSDP2 there
   too (gloo), so that what is tested on a CPU is what runs on GPUs.
-- The library's own FSDP checkpoints hold the whole backbone. Ours hold trainable tensors and the optimizer's shards.
+- The library's own FSDP checkpoints hold the whole backbone. Ours hold trainable tensors and the optimizer's state.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def whole_tensor(stored: Tensor, parameter: nn.Parameter) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     if isinstance(stored, DTensor):
-        return stored.full_tensor()
+        # Shards that are offloaded to the CPU travel over the ranks' own devices.
+        return stored.to(stored.device_mesh.device_type).full_tensor()
     if hasattr(parameter, "ds_id"):
         import deepspeed
 

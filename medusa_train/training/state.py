@@ -89,7 +89,7 @@ class RunFolder:
         write_atomic(saved, json.dumps(recipe.resolved(), indent=2) + "\n")
 
     def last_whole(self) -> Path | None:
-        """The newest checkpoint that was written to its end, or None; torn ones are removed."""
+        """The newest checkpoint that was written to its end, or None."""
         found = []
         for folder in self.state.glob("checkpoint-*"):
             if (folder / COMPLETE).is_file():

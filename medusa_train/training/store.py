@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -29,7 +30,8 @@ def store_run(
     from medusa_train.checkpoint.save import save_checkpoint
 
     writes = trainer.args.should_save
-    if trainer.sharded and recipe.evaluation.keep_best and (run.best / TENSORS).is_file():
+    kept = trainer.sharded and recipe.evaluation.keep_best and (run.best / TENSORS).is_file()
+    if broadcast_object_list([kept])[0]:  # gathering or not is every rank's decision, and the first one has the file
         tensors = load_file(run.best / TENSORS) if writes else {}
     else:
         tensors = trainable_tensors(trainer.model, keep=writes)

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import Trainer
 
@@ -193,7 +194,8 @@ class MedusaTrainer(Trainer):
                 if path.is_file():
                     with open(path, "rb") as handle:
                         os.fsync(handle.fileno())
-            fsync_folder(folder)
+            for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
+                fsync_folder(path)
             write_atomic(folder / COMPLETE, "")
             self.run.remove_old(limit or 2)
 
@@ -277,6 +279,9 @@ class MedusaTrainer(Trainer):
         found = scores.metrics(self.recipe.head_weights())
         if self.replay is not None:
             found |= self.replay(spans)
+        if self.sharded:
+            # Every rank scored all rows, and may round differently; what follows from it, all must do together.
+            found = broadcast_object_list([found])[0]
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

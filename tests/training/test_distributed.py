@@ -161,6 +161,12 @@ def test_fsdp2_through_the_command_gives_the_single_process_run(world: dict, tmp
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("sharding", [{}, FSDP2], ids=["ddp", "fsdp2"])
+def test_compiled_layers_on_two_ranks(world: dict, tmp_path: Path, sharding: dict) -> None:
+    check_same(*fit_sharded(world, tmp_path, LORA, {**sharding, "torch_compile_backend": "aot_eager"}))
+
+
+@pytest.mark.slow
 @NEEDS_DEEPSPEED
 @pytest.mark.parametrize("policy", ["heads_only", LORA], ids=["heads_only", "lora"])
 @pytest.mark.parametrize("stage", [2, 3])
