@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from medusa_train.modeling.heads import HeadsConfig
 
 FP32, BF16 = 4, 2
+# Tokens that a frozen backbone runs at once per CPU thread: more spill out of the caches, fewer leave threads waiting.
+CPU_PIECE_TOKENS = 2048
 
 
 def block_parameters(hidden_size: int) -> int:

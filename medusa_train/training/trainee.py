@@ -19,10 +19,8 @@ from medusa_train.modeling.backbone import OutputProjection, hidden_states
 from medusa_train.modeling.heads import MedusaHeads
 from medusa_train.training import fused, losses
 from medusa_train.training.fused import FusedOptions, Projection
+from medusa_train.training.ledger import CPU_PIECE_TOKENS
 from medusa_train.training.losses import LossTerms
-
-# Tokens that a frozen backbone runs at once per CPU thread: more spill out of the caches, fewer leave threads waiting.
-CPU_PIECE_TOKENS = 2048
 
 
 @dataclass(frozen=True)

@@ -154,6 +154,8 @@ def test_the_plan_command_prints_the_ledger(capfd: pytest.CaptureFixture) -> Non
 
 
 WORKER = """
+from medusa_train.allocator import keep_freed_memory
+keep_freed_memory()  # as fit does
 import sys, torch
 from medusa_train.config.load import parse_recipe
 from medusa_train.modeling.base import load_base
@@ -168,11 +170,11 @@ import ctypes
 def status(name):
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
-contract, batch, length, share = sys.argv[1], 2, 512, 0.4
+contract, batch, length, share = sys.argv[1], 4, 512, 0.4
 base = load_base("smollm2-135m", dtype="bfloat16")
 recipe = parse_recipe({"base": {"name": "x", "dtype": "bfloat16"}, "data": {"train": ["x"], "max_length": length},
     "output_dir": "x", "heads": {"medusa_num_heads": 3, "contract": contract}, "policy": "heads_only",
-    "loss": {"chunk_rows": 256}, "training": {"per_device_train_batch_size": batch}})
+    "loss": {"chunk_rows": 1024}, "training": {"per_device_train_batch_size": batch}})
 plan = plan_recipe(recipe, shape_from_config(base.model.config), supervised_share=share)
 # The weights lie in a mapped file and memory of the interpreter is not the run's: only what the step adds is measured.
 ctypes.CDLL("libc.so.6").malloc_trim(0)
@@ -182,7 +184,7 @@ base_projection = output_projection(base.model)
 heads = new_heads(HeadsConfig(contract, 3, 1, 576, 49152), base_projection, dtype=torch.float32)
 optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4, fused=True)
 base.model.requires_grad_(False)
-trainee = Trainee(heads, base_projection, Objective("heads_only", 3, "fused", FusedOptions(256)), base.model)
+trainee = Trainee(heads, base_projection, Objective("heads_only", 3, "fused", FusedOptions(1024)), base.model)
 ids = torch.randint(0, 49152, (batch, length))
 rows = torch.cat([torch.arange(int(length * (1 - share)), length) + row * length for row in range(batch)])
 labels = torch.randint(0, 49152, (3, len(rows)))
