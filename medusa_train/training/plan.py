@@ -168,8 +168,8 @@ def memory_of(
     if not cached:  # a frozen backbone's are freed before the loss, and stay with the process
         parts["activations"] = activation_bytes(recipe, shape, tokens, compute)
     if heads.contract != "shared" and not torch.cuda.is_available():
-        # `fit` keeps freed memory on a CPU, in which new gradients do not always find a place: one to three projections'
-        # worth was measured on SmolLM2 (tests/training/test_plan.py).
+        # `fit` keeps freed memory on a CPU, and new gradients do not always find a place in it: one to three
+        # projections more were measured on SmolLM2 (tests/training/test_plan.py).
         parts["freed memory that stays"] = min(heads.medusa_num_heads, 2) * heads.projection_rows * shape.hidden * FP32
     return StepMemory(parts)
 
