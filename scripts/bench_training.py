@@ -18,22 +18,30 @@ The plain way has a process of its own, so that its memory is handled as torch d
 keep freed memory, as `fit` does, and `--plain unstacked` leaves the K heads' logits apart besides.
 `extra` memory is the peak of a step over weights, gradients and optimizer state, from the kernel's high-water mark.
 
-Measured on two cores of a shared AMX Xeon (wall clock, V = 49,152, chunks of 2,048 rows, own heads), medians in s:
+Measured on two cores of a shared AMX Xeon (wall clock, V = 49,152, chunks of 2,048 rows, own heads), medians in s of
+the last run, and the ratios of three or four runs of a day:
 
-    shape, threads   plain   ours   compiled   floor   cached  cached floor   plain : ours   extra memory, ours : plain
-    4x1024x5, 2      22.33   5.12     5.02      3.60    2.61      2.33            4.4        490 MiB : 6.2 GiB
-    2x512x3, 2        3.94   1.39     1.27      0.91    0.69      0.56            2.8        120 MiB : 0.9 GiB
-    2x512x5, 1        7.16   1.57       -       1.02    0.97      0.78            4.5        118 MiB : 1.4 GiB
+    shape, threads   plain   ours   compiled   floor (turned)   cached   cached floor (turned)
+    4x1024x5, 2      20.99   4.74     3.75      3.14 (2.79)      2.54         1.98 (1.98)
+    2x512x3, 2        2.97   1.16     1.14      0.63 (0.46)      0.40         0.31 (0.31)
+    2x512x5, 1        6.58   1.83       -       1.05 (1.31)      1.15         0.90 (0.68)
 
-Of its floor's speed ours reaches 70, 65 and 65 %, compiled 72 and 71 %, cached 89, 82 and 80 %. On a shared machine
-the floor itself spreads by a factor of two: other runs of the first line gave ours 61 and 68 %, compiled 66 and 75 %,
-cached 84 and 85 %, and ratios to the plain way of 5.4 and 3.2. Half of the plain way's time is memory that is mapped
-and zeroed anew each step: with `--plain kept` it takes 2.3 and 1.85 times ours, with `--plain unstacked` 2.2 and 1.8.
+    ratio                                        4x1024x5, 2     2x512x3, 2     2x512x5, 1
+    ours against plain                           4.4 to 5.4      2.6 to 3.2     3.6 to 4.5
+    compiled against plain                       4.4 to 6.0      2.6 to 3.6
+    cached against plain                         8.3 to 8.6      5.7 to 7.5     5.7 to 7.4
+    extra memory, ours against plain             0.05 to 0.08    0.13 to 0.14   0.09
+    ours, of the floor's speed                   61 to 70 %      54 to 66 %     57 to 65 %
+    compiled, of the floor's speed               66 to 84 %      55 to 74 %
+    cached, of the cached floor's speed          78 to 89 %      71 to 82 %     78 to 81 %
+
+Of the turned floors ours reaches 59 and 40 %, cached 78 and 77 % (one run). Half of the plain way's time is memory that
+is mapped and zeroed anew each step: with `--plain kept` it takes 2.3 and 1.85 times ours, with `--plain unstacked` 2.2
+and 1.8. A compiled forward of the backbone takes 80 to 90 % of a stock one.
 
 What keeps a step with its backbone below its floor is the stock backbone: at 4x1024x5 attention takes 0.62 s where its
-bare products take 0.18, norms, gates and rotations 0.6 s (compiled: a fifth of the backbone less); the loss adds 0.6 s
-(copies between bf16 and fp32 0.2, softmax 0.25, turning gradients 0.1, ranks 0.05). Ours takes the weights' gradient
-the other way round, which is a third faster than the floor's, torch's own.
+bare products take 0.18, norms, gates and rotations 0.6 s; the loss adds 0.6 s (copies between bf16 and fp32 0.2,
+softmax 0.25, turning gradients 0.1, ranks 0.05).
 
 Cached hidden states, 1,656 rows a step, one core, 5 heads: own 430, shared 910, reduced to 8,192 tokens 3,180 rows/s
 (`--threads 1 --shape 4x1024x5 --contract reduced`).
