@@ -74,6 +74,7 @@ def main(out: str) -> None:
         facts = {"loss": total.item(), "single": whole.item(), "worst": worst, "full_size": sizes == right}
         with open(out, "w") as handle:
             json.dump(facts, handle)
+    dist.barrier()  # gloo may abort a rank whose peer is gone first
     dist.destroy_process_group()
 
 
