@@ -6,7 +6,6 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -14,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from medusa_train.console import human_bytes, human_count, say
 from medusa_train.errors import UserError
+from medusa_train.training.sharding import of_first_rank
 from medusa_train.training.state import TENSORS, RunFolder, trainable_tensors, write_tensors
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def dry_save(trainer: MedusaTrainer, run: RunFolder) -> None:
     """
     tensors = trainable_tensors(trainer.model, keep=trainer.args.should_save)
     problem = _write_and_reload(tensors, run) if trainer.args.should_save else None
-    problem = broadcast_object_list([problem], from_process=0)[0]
+    problem = of_first_rank(problem)
     if problem is not None:
         raise problem
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
@@ -29,6 +28,7 @@ from medusa_train.training.losses import token_map_of
 from medusa_train.training.policies import prepare_backbone
 from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
 from medusa_train.training.shapes import shape_from_config
+from medusa_train.training.sharding import of_first_rank
 from medusa_train.training.soft import SoftTargets
 from medusa_train.training.state import RunFolder, read_tensors
 from medusa_train.training.store import store_run
@@ -269,7 +269,7 @@ def _final_metrics(trainer: MedusaTrainer, run: RunFolder) -> dict[str, float]:
     best = run.best / "best.json"
     found = json.loads(best.read_text()) if trainer.recipe.evaluation.keep_best and best.is_file() else None
     if trainer.sharded:  # the stored checkpoint is made from the kept tensors, whole; the first rank's disk decides
-        found = broadcast_object_list([found])[0]
+        found = of_first_rank(found)
         if found is not None:
             return found["metrics"]
     elif found is not None and found["step"] != trainer.state.global_step:

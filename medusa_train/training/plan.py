@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from medusa_train.config.recipe import HeadsOnly, Joint, LoraSection, Recipe, SelfDistill
 from medusa_train.modeling.heads import HeadsConfig
 from medusa_train.training.ledger import (
@@ -143,8 +145,6 @@ def memory_of(
     recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, tokens: int, supervised: int, cached: bool, processes: int
 ) -> StepMemory:
     """Bytes of one process at the height of a training step, by part."""
-    import torch
-
     numbers = trainable_numbers(recipe, heads, shape)
     trainable = sum(numbers.values())
     shards = processes if recipe.training.get("fsdp") or _zero_stage(recipe) >= 3 else 1
@@ -182,8 +182,6 @@ def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, superv
     """
     rows = min(recipe.loss.chunk_rows, supervised)
     vocabulary = heads.projection_rows if isinstance(recipe.policy, HeadsOnly) else shape.vocab
-    import torch
-
     on_cpu = not torch.cuda.is_available()
     buffers = loss_buffer_bytes(rows, vocabulary, compute, on_cpu)
     sides = 2 if isinstance(recipe.policy, SelfDistill) else 1
@@ -199,8 +197,6 @@ def activation_bytes(recipe: Recipe, shape: BackboneShape, tokens: int, compute:
     """What the backbone keeps (trained) or holds for a moment (frozen)."""
     one_layer = tokens * compute * (KEPT_D * shape.hidden + KEPT_MLP * shape.intermediate)
     if isinstance(recipe.policy, HeadsOnly):
-        import torch
-
         if not torch.cuda.is_available():
             tokens = min(tokens, max(recipe.data.max_length, CPU_PIECE_TOKENS * torch.get_num_threads()))
         # No layer outlives the next; two fp32 copies belong to the norms.

@@ -36,6 +36,13 @@ def save_fsdp_run(trainer: Any, folder: str) -> None:
         save(trainer.lr_scheduler.state_dict(), str(Path(folder) / SCHEDULER_NAME))
 
 
+def of_first_rank(value: Any) -> Any:
+    """The first rank's value, on every rank; for what all must decide alike. Every rank calls it."""
+    from accelerate.utils import broadcast_object_list
+
+    return broadcast_object_list([value])[0]
+
+
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
     """What of a whole tensor belongs into this rank's `parameter`: all of it, or its shard."""
     from torch.distributed.tensor import DTensor, distribute_tensor

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_train.checkpoint import tensorfile
 from medusa_train.config.recipe import Joint, Recipe
 from medusa_train.modeling.heads import MedusaHeads
+from medusa_train.training.sharding import of_first_rank
 from medusa_train.training.state import TENSORS, RunFolder, plain_name, trainable_tensors
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def store_run(
 
     writes = trainer.args.should_save
     kept = trainer.sharded and recipe.evaluation.keep_best and (run.best / TENSORS).is_file()
-    if broadcast_object_list([kept])[0]:  # gathering or not is every rank's decision, and the first one has the file
+    if of_first_rank(kept):  # gathering or not is every rank's decision, and the first one has the file
         tensors = load_file(run.best / TENSORS) if writes else {}
     else:
         tensors = trainable_tensors(trainer.model, keep=writes)

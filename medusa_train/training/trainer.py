@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from transformers import Trainer
 
@@ -31,7 +30,7 @@ from medusa_train.training.batches import target_counts
 from medusa_train.training.heldout import HeldOutRows, Replay, Scores
 from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
 from medusa_train.training.shapes import BackboneShape
-from medusa_train.training.sharding import save_fsdp_run, shard_on_cpu
+from medusa_train.training.sharding import of_first_rank, save_fsdp_run, shard_on_cpu
 from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
 from medusa_train.training.zero import leave_frozen_out, save_deepspeed_run
 
@@ -191,11 +190,12 @@ class MedusaTrainer(Trainer):
         self.accelerator.wait_for_everyone()
         if self.args.should_save:
             for path in folder.rglob("*"):
-                if path.is_file():
+                if path.is_dir():
+                    fsync_folder(path)
+                elif path.is_file():
                     with open(path, "rb") as handle:
                         os.fsync(handle.fileno())
-            for path in (*(path for path in folder.rglob("*") if path.is_dir()), folder):
-                fsync_folder(path)
+            fsync_folder(folder)
             write_atomic(folder / COMPLETE, "")
             self.run.remove_old(limit or 2)
 
@@ -281,7 +281,7 @@ class MedusaTrainer(Trainer):
             found |= self.replay(spans)
         if self.sharded:
             # Every rank scored all rows, and may round differently; what follows from it, all must do together.
-            found = broadcast_object_list([found])[0]
+            found = of_first_rank(found)
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         self.log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)

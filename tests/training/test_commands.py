@@ -105,14 +105,13 @@ CHECKPOINTED = {"activation_checkpointing": True}
 )
 def test_compiled_layers_give_the_same_losses(tmp_path: Path, family: str, policy, training, graphs: int) -> None:
     world = write_world(tmp_path / "world", family)
-    training |= {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
+    training = {**training, "max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     fit(recipe_of(world, tmp_path / "plain", policy, training=training))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compiled = {**training, "torch_compile_backend": "aot_eager"}
     fit(recipe_of(world, tmp_path / "compiled", policy, training=compiled))
     assert losses_of(tmp_path / "compiled") == pytest.approx(losses_of(tmp_path / "plain"), rel=1e-5)
-    print(dict(torch._dynamo.utils.counters))
     assert 0 < torch._dynamo.utils.counters["stats"]["unique_graphs"] <= graphs
     assert not torch._dynamo.utils.counters["graph_break"]
     load_checkpoint(tmp_path / "compiled", verify="hashes")
