@@ -35,10 +35,13 @@ def announce(trainer: MedusaTrainer) -> None:
 
 
 def expected_memory(trainer: Any) -> int:
-    """Bytes of one process at the height of a step, as `plan` counts them."""
+    """Bytes of one process at the height of a step, as `plan` counts them, with the supervised share of these rows."""
+    from medusa_train.training.batches import BinDataset
     from medusa_train.training.plan import plan_recipe
 
-    return plan_recipe(trainer.recipe, trainer.shape, processes=trainer.args.world_size).memory.total
+    rows = trainer.train_dataset
+    share = {"supervised_share": rows.supervised_share} if isinstance(rows, BinDataset) else {}
+    return plan_recipe(trainer.recipe, trainer.shape, processes=trainer.args.world_size, **share).memory.total
 
 
 def dry_save(trainer: MedusaTrainer, run: RunFolder) -> None:

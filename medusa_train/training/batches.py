@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -21,6 +22,13 @@ class BinDataset(Dataset):
 
     def __init__(self, rows: Sequence[TokenRow], max_length: int, packing: bool) -> None:
         self.bins = pack_rows(rows, max_length) if packing else [[row] for row in rows]
+        self.max_length = max_length
+
+    @property
+    def supervised_share(self) -> float:
+        """Supervised tokens over positions, were every bin `max_length` long."""
+        supervised = sum(int(np.asarray(row.loss_mask).sum()) for one in self.bins for row in one)
+        return supervised / max(1, len(self.bins) * self.max_length)
 
     def __len__(self) -> int:
         return len(self.bins)

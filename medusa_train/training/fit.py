@@ -12,11 +12,12 @@ import torch
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
-from medusa_train.console import human_seconds, say
+from medusa_train.console import human_bytes, human_seconds, say
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import output_projection
 from medusa_train.modeling.base import Base, load_base
 from medusa_train.provenance import command_line, environment, write_atomic
+from medusa_train.training.announce import DrySaveCallback, announce, dry_save, expected_memory
 from medusa_train.training.arguments import training_arguments, uses_cache
 from medusa_train.training.batches import BinCollator, BinDataset
 from medusa_train.training.cache import CachedRows, build_cache, keep_batch
@@ -25,6 +26,7 @@ from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.heldout import HeldOutRows, Replay
 from medusa_train.training.launch import is_main, meet
 from medusa_train.training.losses import token_map_of
+from medusa_train.training.memory import MemoryCallback
 from medusa_train.training.policies import prepare_backbone
 from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
 from medusa_train.training.shapes import shape_from_config
@@ -68,26 +70,32 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
     _ = base.fingerprint  # of the files as they are now, before anything is trained
     rows = load_training_rows(recipe, base)
     trainer = build_trainer(recipe, base, rows, run, replay)
-    keep_best = next(c for c in trainer.callback_handler.callbacks if isinstance(c, KeepBestCallback))
-    with ExitStack() as stack:  # the bar ends also after an error
-        for callback in trainer.callback_handler.callbacks:
-            if isinstance(callback, ConsoleCallback):
-                stack.callback(callback.close)
-        result = _train(trainer, run, keep_best)
+    own = {type(callback): callback for callback in trainer.callback_handler.callbacks}
+    with ExitStack() as stack:
+        stack.callback(own[ConsoleCallback].close)  # the bar ends also after an error
+        result = _train(trainer, run, own[KeepBestCallback])
     metrics = _final_metrics(trainer, run)
+    memory = {"expected_bytes": expected_memory(trainer), "peak_bytes": own[MemoryCallback].peak}
     facts = {
         "seconds": round(time.monotonic() - started, 1),
         "steps": trainer.state.global_step,
         "train_loss": result.training_loss,
         "heldout": metrics,
+        "memory": memory,
         "command": command_line(),
         "environment": environment(),
     }
     store_run(trainer, recipe, base, rows.manifest_hash, run, output, facts)
     if main:
         write_atomic(run.finished, json.dumps({"steps": trainer.state.global_step, "heldout": metrics}) + "\n")
-        say(f"{output}: {describe_metrics(metrics, '')} in {human_seconds(facts['seconds'])}")
+        say(f"{output}: {describe_metrics(metrics, '')} in {human_seconds(facts['seconds'])}{_describe(memory)}")
     return output
+
+
+def _describe(memory: dict[str, int | None]) -> str:
+    if memory["peak_bytes"] is None:
+        return ""
+    return f", {human_bytes(memory['peak_bytes'])} at its height ({human_bytes(memory['expected_bytes'])} expected)"
 
 
 def load_recipe_base(recipe: Recipe) -> Base:
@@ -148,7 +156,7 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
         collator = BinCollator(objective.shifts, inverse, recipe.data.pad_to_multiple, _mask_builder(base.model))
         say(f"{len(rows.train)} rows in {len(dataset)} bins of at most {recipe.data.max_length} tokens")
     keep_best = KeepBestCallback(run, recipe.evaluation)
-    callbacks = [ConsoleCallback(run), keep_best]
+    callbacks = [ConsoleCallback(run), keep_best, MemoryCallback(device)]
     if not isinstance(recipe.policy, HeadsOnly):
         callbacks.append(DriftCallback(recipe.policy.drift))
     trainer = MedusaTrainer(
@@ -243,8 +251,6 @@ def check_sharding(trainee: Trainee, arguments: Any) -> None:
 
 def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) -> Any:
     """Prints what will be trained, checks that it can be saved, then trains or goes on."""
-    from medusa_train.training.announce import DrySaveCallback, announce, dry_save
-
     if trainer.args.should_save:
         run.remove_torn()
     last = run.last_whole()

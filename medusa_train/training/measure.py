@@ -1,4 +1,4 @@
-"""Small measurements of the machine: matrix products per second, peak memory."""
+"""What this machine can do: matrix products per second."""
 
 from __future__ import annotations
 
@@ -24,14 +24,3 @@ def matmul_flops_per_second(size: int = 1024, seconds: float = 0.3) -> float:
     once = max(run(2) / 2, 1e-6)
     times = max(1, int(seconds / once))
     return 2 * size * size * 8 * size * times / run(times)
-
-
-def peak_memory_bytes() -> int:
-    """The most this process has held: allocated on the accelerator, else resident."""
-    import torch
-
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated()
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
