@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,6 +16,13 @@ def command(
     ] = 0.4,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Processes; sharded recipes divide by them.")] = 1,
     tree_nodes: Annotated[int, typer.Option("--tree-nodes", min=1, help="Rows of a verification tree.")] = 21,
+    committed: Annotated[
+        int, typer.Option("--committed", min=0, help="Positions in the K/V cache before the tree.")
+    ] = 512,
+    device: Annotated[
+        Literal["cuda", "cpu"] | None,
+        typer.Option("--device", help="Whose memory; by default the recipe's device, else what this machine has."),
+    ] = None,
     tokens: Annotated[
         int | None, typer.Option("--tokens", min=1, help="Positions to train on in all; gives an estimate of the time.")
     ] = None,
@@ -31,9 +38,9 @@ def command(
     from medusa_train.training.shapes import shape_of
 
     shape = shape_of(loaded.base.name, loaded.base.revision, loaded.base.trust_remote_code)
-    plan = plan_recipe(loaded, shape, supervised_share=supervised, processes=nproc)
+    plan = plan_recipe(loaded, shape, supervised_share=supervised, processes=nproc, device=device)
     _print_parameters(plan)
-    _print_decoding(plan, tree_nodes)
+    _print_decoding(plan, tree_nodes, committed)
     _print_step(plan, nproc)
     if tokens is not None:
         _print_time(plan, tokens, nproc)
@@ -55,9 +62,9 @@ def _print_parameters(plan) -> None:
     table("Parameters", ["what", "numbers", "size"], rows)
 
 
-def _print_decoding(plan, nodes: int) -> None:
+def _print_decoding(plan, nodes: int, committed: int) -> None:
     from medusa_train.console import human_bytes, human_count, table
-    from medusa_train.training.ledger import head_flops, kv_bytes
+    from medusa_train.training.ledger import allowed_attention_pairs, dense_attention_pairs, head_flops, kv_bytes
 
     shape = plan.shape
     one = kv_bytes(1, shape.layers, shape.kv_heads, shape.head_dim, 2)
@@ -65,8 +72,13 @@ def _print_decoding(plan, nodes: int) -> None:
         ["head FLOPs of a round (one row), 2 K (R D^2 + V D)", human_count(head_flops(plan.heads, 1))],
         [f"K/V of {nodes} tree rows, bf16", human_bytes(nodes * one)],
         ["K/V of one committed position, bf16", human_bytes(one)],
-        ["a plain step's FLOPs", human_count(shape.decoder_flops(1, 512) + 2 * shape.vocab * shape.hidden)],
-    ]
+        [f"attention pairs of {nodes} tree rows at {committed} positions, dense mask",
+         f"{dense_attention_pairs(nodes, committed):,}"],
+        ["the same, allowed by the mask: a root with leaves .. a chain",
+         f"{allowed_attention_pairs(nodes, committed, 2 * nodes - 1):,} .. "
+         f"{allowed_attention_pairs(nodes, committed, nodes * (nodes + 1) // 2):,}"],
+        ["a plain step's FLOPs", human_count(shape.decoder_flops(1, committed) + 2 * shape.vocab * shape.hidden)],
+    ]  # fmt: skip
     table("Decoding", ["what", "amount"], rows)
 
 
@@ -79,7 +91,9 @@ def _print_step(plan, processes: int) -> None:
     table(f"FLOPs per {unit}", ["part", "FLOPs"], flops)
     memory = [[name, human_bytes(value)] for name, value in plan.memory.parts.items()]
     memory.append(["in all", human_bytes(plan.memory.total)])
-    title = f"Memory per process ({processes}), micro-batch of {plan.tokens_per_step:,} {unit}s"
+    memory += [[what, human_bytes(value)] for what, value in plan.before.items()]
+    place = "a CPU (--device cuda for a GPU)" if plan.on_cpu else "a GPU"
+    title = f"Memory per process ({processes}) on {place}, micro-batch of {plan.tokens_per_step:,} {unit}s"
     table(title, ["part", "bytes"], memory)
 
 
@@ -92,6 +106,6 @@ def _print_time(plan, tokens: int, processes: int) -> None:
     out().print(
         f"Time: {human_count(tokens)} {'rows' if plan.cached else 'positions'} at this machine's "
         f"{human_count(rate)}FLOP/s (one bf16 product, measured): at least {human_seconds(seconds)}; "
-        f"the rest of a step usually adds a quarter",
+        f"the rest of a step usually adds a quarter to a half",
         markup=False,
     )

@@ -41,7 +41,8 @@ def expected_memory(trainer: Any) -> int:
 
     rows = trainer.train_dataset
     share = {"supervised_share": rows.supervised_share} if isinstance(rows, BinDataset) else {}
-    return plan_recipe(trainer.recipe, trainer.shape, processes=trainer.args.world_size, **share).memory.total
+    place = {"processes": trainer.args.world_size, "device": trainer.args.device.type}
+    return plan_recipe(trainer.recipe, trainer.shape, **place, **share).memory.total
 
 
 def dry_save(trainer: MedusaTrainer, run: RunFolder) -> None:

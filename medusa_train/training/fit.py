@@ -28,7 +28,14 @@ from medusa_train.training.launch import is_main, meet
 from medusa_train.training.losses import token_map_of
 from medusa_train.training.memory import MemoryCallback
 from medusa_train.training.policies import prepare_backbone
-from medusa_train.training.prepare import Rows, inverse_map_of, load_training_rows, make_heads, objective_of
+from medusa_train.training.prepare import (
+    Rows,
+    inverse_map_of,
+    load_training_rows,
+    make_heads,
+    objective_of,
+    set_backbone_aside,
+)
 from medusa_train.training.shapes import shape_from_config
 from medusa_train.training.sharding import of_first_rank
 from medusa_train.training.soft import SoftTargets
@@ -66,10 +73,12 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
         say(f"{output}: trained by this very recipe already (--restart trains it anew)")
         return output
     started = time.monotonic()
-    base = base or load_recipe_base(recipe)
+    given, base = base, base or load_recipe_base(recipe)
     _ = base.fingerprint  # of the files as they are now, before anything is trained
     rows = load_training_rows(recipe, base)
     trainer = build_trainer(recipe, base, rows, run, replay)
+    if given is None and uses_cache(recipe):
+        set_backbone_aside(base)
     own = {type(callback): callback for callback in trainer.callback_handler.callbacks}
     with ExitStack() as stack:
         stack.callback(own[ConsoleCallback].close)  # the bar ends also after an error

@@ -116,3 +116,17 @@ def inverse_map_of(heads: MedusaHeads, projection: OutputProjection) -> Tensor |
     if heads.token_map is None:
         return None
     return inverse_token_map(heads.token_map.cpu(), projection.vocab_size)
+
+
+def set_backbone_aside(base: Any, device: str = "cpu") -> None:
+    """Moves what training from cached hidden states does not need off the accelerator: all but the output projection.
+
+    A quantized backbone stays: its layers keep more than their parameters where they are.
+    """
+    if base.quantization is not None:
+        return
+    needed = {id(parameter) for parameter in output_projection(base.model).module.parameters()}
+    for module in base.model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if id(parameter) not in needed:
+                setattr(module, name, torch.nn.Parameter(parameter.detach().to(device), requires_grad=False))

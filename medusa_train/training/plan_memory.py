@@ -1,0 +1,153 @@
+"""Memory of a run by formula: what lives between steps, what a step adds, and what comes before the first one.
+
+Activations follow the operations of a gated decoder layer as transformers runs it.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from medusa_train.config.recipe import HeadsOnly, Recipe, SelfDistill
+from medusa_train.errors import UserError
+from medusa_train.modeling.heads import HeadsConfig
+from medusa_train.training.ledger import BF16, CPU_PIECE_TOKENS, FP32, StepMemory, loss_buffer_bytes
+from medusa_train.training.shapes import BackboneShape
+
+# Numbers kept per token and layer for the backward pass of a decoder layer, in units of D and of the MLP's width:
+# input, both norms' inputs and outputs, q k v o and the attention's output; gate, up, silu(gate) and their product.
+KEPT_D, KEPT_MLP = 10, 4
+QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}  # NF4 with double-quantized scales
+
+
+class Micro(NamedTuple):
+    """A micro-batch of one process: positions (rows, from a cache) and the supervised ones among them."""
+
+    tokens: int
+    supervised: int
+    cached: bool
+
+
+def runs_on_cpu(recipe: Recipe, device: str | None) -> bool:
+    """Whether the run is a CPU's: as asked, else by the recipe, else by what this machine has."""
+    named = device or recipe.base.device
+    return not torch.cuda.is_available() if named is None else named.split(":")[0] == "cpu"
+
+
+def recomputes(recipe: Recipe) -> bool:
+    """Whether activations are recomputed in the backward pass, by the Trainer's key or FSDP's own."""
+    sharding = recipe.training.get("fsdp_config") or {}
+    return bool(recipe.training.get("activation_checkpointing") or sharding.get("activation_checkpointing"))
+
+
+def step_memory(
+    recipe: Recipe,
+    heads: HeadsConfig,
+    shape: BackboneShape,
+    trainable: dict[str, int],
+    micro: Micro,
+    processes: int,
+    on_cpu: bool,
+) -> StepMemory:
+    """Bytes of one process at the height of a training step, by part."""
+    numbers, stage = sum(trainable.values()), zero_stage(recipe)
+    shards = processes if recipe.training.get("fsdp") or stage >= 3 else 1
+    state_shards = processes if recipe.training.get("fsdp") or stage >= 2 else 1
+    compute = _compute_bytes(recipe)
+    parts: dict[str, int] = {}
+    if not micro.cached or (recipe.base.quantization and not on_cpu):
+        parts["backbone weights"] = 0 if "backbone" in trainable else backbone_bytes(recipe, shape) // shards
+    elif heads.contract == "shared":
+        parts["lm_head"] = shape.vocab * shape.hidden * compute
+    parts["trainable weights, fp32"] = numbers * FP32 // shards
+    parts["gradients, fp32"] = numbers * FP32 // state_shards
+    eight_bit = "8bit" in str(recipe.training.get("optim", ""))
+    parts["optimizer state"] = numbers * (2 if eight_bit else 2 * FP32) // state_shards
+    parts["loss buffers"] = _loss_bytes(recipe, heads, shape, micro.supervised, on_cpu)
+    parts["supervised rows"] = micro.supervised * shape.hidden * compute * (2 * heads.medusa_num_heads + 2)
+    if not micro.cached:  # a frozen backbone's are freed before the loss, and stay with the process
+        parts["activations"] = activation_bytes(recipe, shape, micro.tokens, on_cpu)
+    if heads.contract != "shared" and on_cpu and not micro.cached:
+        # `fit` keeps freed memory on a CPU, and beside activations new gradients do not always find a place in it: one
+        # to three projections more were measured on SmolLM2 (tests/training/test_memory.py).
+        parts["freed memory that stays"] = min(heads.medusa_num_heads, 2) * heads.projection_rows * shape.hidden * FP32
+    return StepMemory(parts)
+
+
+def before_training(recipe: Recipe, shape: BackboneShape, cached: bool, on_cpu: bool) -> dict[str, int]:
+    """Bytes of what comes before the first step and may be more than a step: {what: bytes}."""
+    weights = backbone_bytes(recipe, shape)
+    if cached:
+        rows = max(recipe.data.max_length, recipe.policy.cache.forward_tokens)
+        return {"while hidden states are cached": weights + activation_bytes(recipe, shape, rows, on_cpu)}
+    if recipe.training.get("fsdp") or zero_stage(recipe) >= 3:
+        return {"while every process loads the whole backbone, which is sharded afterwards": weights}
+    return {}
+
+
+def backbone_bytes(recipe: Recipe, shape: BackboneShape) -> int:
+    """Weights of the whole backbone as they are loaded; embeddings and lm_head are never quantized."""
+    compute = _compute_bytes(recipe)
+    weight = QUANTIZED_BYTES.get(recipe.base.quantization or "", compute)
+    embeddings = shape.vocab * shape.hidden * (1 if shape.tied else 2)
+    return int(shape.layers * shape.layer_parameters * weight + embeddings * compute)
+
+
+def _compute_bytes(recipe: Recipe) -> int:
+    return FP32 if recipe.base.dtype == "float32" else BF16
+
+
+def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, supervised: int, on_cpu: bool) -> int:
+    """One chunk of logits, and one trained projection in the computing dtype with its gradient before it is summed.
+
+    The loss computes the projections' gradients; with accumulation they stand beside the ones of earlier micro-batches.
+    A CPU computes a half-precision gradient in pieces of a few MiB (fused.py).
+    """
+    rows, compute = min(recipe.loss.chunk_rows, supervised), _compute_bytes(recipe)
+    vocabulary = heads.projection_rows if isinstance(recipe.policy, HeadsOnly) else shape.vocab
+    buffers = loss_buffer_bytes(rows, vocabulary, compute, on_cpu)
+    sides = 2 if isinstance(recipe.policy, SelfDistill) else 1
+    if heads.contract == "shared":
+        return sides * buffers
+    projection = vocabulary * shape.hidden
+    beside = int(recipe.training.get("gradient_accumulation_steps", 1)) > 1
+    copies = 1 if on_cpu and compute == BF16 else 2
+    return sides * buffers + projection * (copies * compute + (heads.medusa_num_heads * FP32 if beside else 0))
+
+
+def activation_bytes(recipe: Recipe, shape: BackboneShape, tokens: int, on_cpu: bool) -> int:
+    """What the backbone keeps (trained) or holds for a moment (frozen)."""
+    compute = _compute_bytes(recipe)
+    one_layer = tokens * compute * (KEPT_D * shape.hidden + KEPT_MLP * shape.intermediate)
+    if isinstance(recipe.policy, HeadsOnly):
+        if on_cpu:
+            tokens = min(tokens, max(recipe.data.max_length, CPU_PIECE_TOKENS * torch.get_num_threads()))
+        # No layer outlives the next; two fp32 copies belong to the norms.
+        return tokens * (compute * (4 * shape.hidden + 3 * shape.intermediate) + 2 * FP32 * shape.hidden)
+    if recomputes(recipe):
+        return tokens * compute * shape.hidden * shape.layers + one_layer
+    return one_layer * shape.layers
+
+
+def zero_stage(recipe: Recipe) -> int:
+    """The stage of a DeepSpeed config given in place or as a file; 0 without one.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+    config = recipe.training.get("deepspeed")
+    if config is None:
+        return 0
+    if isinstance(config, str):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"the DeepSpeed config cannot be read: {error}",
+                where=f"training.deepspeed: {config}",
+                fix="give its path from the folder you are in: training.deepspeed=PATH",
+            ) from error
+    return int(config.get("zero_optimization", {}).get("stage", 0))
