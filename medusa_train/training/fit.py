@@ -144,7 +144,8 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
     backbone = prepare_backbone(base.model, recipe)
     if objective.trains_backbone:
         _master_weights(backbone)
-    trainee = Trainee(heads, output_projection(backbone), objective, backbone if cached_train is None else None)
+    projection = output_projection(backbone, len(base.tokenizer))
+    trainee = Trainee(heads, projection, objective, backbone if cached_train is None else None)
     check_sharding(trainee, arguments)
     heldout = None
     if rows.heldout:
