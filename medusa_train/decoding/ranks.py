@@ -71,18 +71,21 @@ class Calibration:
         return hits, (ranks_MK != END).sum(0)
 
     def split(self, fraction: float = 0.5) -> tuple[Calibration, Calibration]:
-        """Two parts with no row in common, by the hash of the row's id: (search, report)."""
+        """Two parts with no row in common, by the hash of the row's id: (search, report).
+
+        A single row is both parts: there is nothing to hold out, and it judges itself.
+        """
         import hashlib
 
-        def early(span: RankSpan) -> bool:
-            digest = hashlib.sha256(span.row_id.encode()).digest()
-            return int.from_bytes(digest[:8], "big") < fraction * 2**64
-
-        first = tuple(span for span in self.spans if early(span))
-        second = tuple(span for span in self.spans if not early(span))
-        if not first or not second:
-            first, second = self.spans[::2], self.spans[1::2] or self.spans
-        return Calibration(first, self.top_k), Calibration(second, self.top_k)
+        hashes = {span.row_id: hashlib.sha256(span.row_id.encode()).digest()[:8] for span in self.spans}
+        limit = fraction * 2**64
+        early = {row for row, digest in hashes.items() if int.from_bytes(digest, "big") < limit}
+        if len(early) in (0, len(hashes)):
+            # All of the few rows fell on one side: the row with the lowest hash stands against the others.
+            early = {min(hashes, key=hashes.__getitem__)}
+        first = tuple(span for span in self.spans if span.row_id in early)
+        second = tuple(span for span in self.spans if span.row_id not in early)
+        return Calibration(first, self.top_k), Calibration(second or first, self.top_k)
 
 
 def supervised_spans(loss_mask: Sequence[int] | np.ndarray) -> list[tuple[int, int]]:

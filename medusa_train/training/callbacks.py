@@ -1,4 +1,4 @@
-"""What happens around the steps: progress and log lines, the best tensors kept, early stop, the drift bound."""
+"""What happens around the steps: progress and log lines, the best tensors kept, early stop."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from medusa_train.config.recipe import DriftSection, EvaluationSection
+from medusa_train.config.recipe import EvaluationSection
 from medusa_train.console import progress, say
 from medusa_train.errors import UserError
 from medusa_train.provenance import write_atomic
@@ -135,31 +135,3 @@ class KeepBestCallback(TrainerCallback, ExportableState):
             write_tensors(self.run.best, tensors)
             facts = {"step": state.global_step, "metric": name, "value": value, "metrics": plain_metrics(metrics)}
             write_atomic(self.run.best / "best.json", json.dumps(facts))
-
-
-class DriftCallback(TrainerCallback):
-    """Fails the run where the ordinary head moved further than the recipe allows."""
-
-    def __init__(self, bounds: DriftSection) -> None:
-        self.bounds = bounds
-
-    def on_evaluate(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any = None, **_: Any
-    ) -> None:
-        found = {name: metrics.get(f"eval_{name}") for name in ("drift_ce", "drift_kl", "drift_top1_agreement")}
-        if found["drift_ce"] is None:
-            return
-        problems = []
-        if self.bounds.max_ce_increase is not None and found["drift_ce"] > self.bounds.max_ce_increase:
-            problems.append(f"CE rose by {found['drift_ce']:.4f} nats (max_ce_increase {self.bounds.max_ce_increase})")
-        if self.bounds.max_kl is not None and found["drift_kl"] > self.bounds.max_kl:
-            problems.append(f"KL is {found['drift_kl']:.4f} (max_kl {self.bounds.max_kl})")
-        least = self.bounds.min_top1_agreement
-        if least is not None and found["drift_top1_agreement"] < least:
-            problems.append(f"top-1 agreement is {found['drift_top1_agreement']:.3f} (min_top1_agreement {least})")
-        if problems:
-            raise UserError(
-                "the ordinary head drifted too far on held-out rows: " + "; ".join(problems),
-                where=f"step {state.global_step}",
-                fix="lower the learning rate or policy.medusa_weight, use self_distill, or widen policy.drift",
-            )

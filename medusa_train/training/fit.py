@@ -21,8 +21,9 @@ from medusa_train.training.announce import DrySaveCallback, announce, dry_save, 
 from medusa_train.training.arguments import training_arguments, uses_cache
 from medusa_train.training.batches import BinCollator, BinDataset
 from medusa_train.training.cache import CachedRows, build_cache, keep_batch
-from medusa_train.training.callbacks import ConsoleCallback, DriftCallback, KeepBestCallback, describe_metrics
+from medusa_train.training.callbacks import ConsoleCallback, KeepBestCallback, describe_metrics
 from medusa_train.training.compiling import compile_blocks
+from medusa_train.training.drift import DriftCallback, check_bounds_apply, check_drift
 from medusa_train.training.heldout import HeldOutRows, Replay
 from medusa_train.training.launch import is_main, meet
 from medusa_train.training.losses import token_map_of
@@ -62,7 +63,7 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
 
     Raises:
         UserError: the recipe cannot be run, the run folder is another recipe's, the loss is not finite, the ordinary
-            head drifted too far.
+            head drifted too far, or is bounded without held-out rows; in all of these cases nothing is stored.
     """
     run, output = RunFolder.of(recipe), Path(recipe.output_dir).expanduser()
     main = is_main()
@@ -84,6 +85,8 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
         stack.callback(own[ConsoleCallback].close)  # the bar ends also after an error
         result = _train(trainer, run, own[KeepBestCallback])
     metrics = _final_metrics(trainer, run)
+    if not isinstance(recipe.policy, HeadsOnly):  # what is stored may never have met a check while training
+        check_drift(recipe.policy.drift, metrics, f"the weights to be stored, after step {trainer.state.global_step}")
     memory = {"expected_bytes": expected_memory(trainer), "peak_bytes": own[MemoryCallback].peak}
     facts = {
         "seconds": round(time.monotonic() - started, 1),
@@ -139,6 +142,7 @@ def load_recipe_base(recipe: Recipe) -> Base:
 
 def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay: Replay | None) -> MedusaTrainer:
     """Everything up to the first step: heads, adapter, cache, data sets, arguments, callbacks."""
+    check_bounds_apply(recipe, bool(rows.heldout))
     set_seed(int(recipe.training.get("seed", 0)))  # adapters start from random numbers
     heads = make_heads(recipe, base, rows.train)
     device = next(base.model.parameters()).device
@@ -153,7 +157,8 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
     backbone = prepare_backbone(base.model, recipe)
     if objective.trains_backbone:
         _master_weights(backbone)
-    trainee = Trainee(heads, output_projection(backbone), objective, backbone if cached_train is None else None)
+    projection = output_projection(backbone, len(base.tokenizer))
+    trainee = Trainee(heads, projection, objective, backbone if cached_train is None else None)
     check_sharding(trainee, arguments)
     heldout = None
     if rows.heldout:
@@ -165,9 +170,10 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
         collator = BinCollator(objective.shifts, inverse, recipe.data.pad_to_multiple, _mask_builder(base.model))
         say(f"{len(rows.train)} rows in {len(dataset)} bins of at most {recipe.data.max_length} tokens")
     keep_best = KeepBestCallback(run, recipe.evaluation)
-    callbacks = [ConsoleCallback(run), keep_best, MemoryCallback(device)]
+    callbacks = [ConsoleCallback(run), MemoryCallback(device)]
     if not isinstance(recipe.policy, HeadsOnly):
         callbacks.append(DriftCallback(recipe.policy.drift))
+    callbacks.append(keep_best)  # last: what is past a bound is never the best
     trainer = MedusaTrainer(
         model=trainee,
         args=arguments,
@@ -294,4 +300,5 @@ def _final_metrics(trainer: MedusaTrainer, run: RunFolder) -> dict[str, float]:
     metrics = scores.metrics(trainer.recipe.head_weights())
     if trainer.replay is not None:
         metrics |= trainer.replay(spans)
-    return metrics
+    # Sharded ranks have scored all rows each, and may round differently; a bound must fail on all of them or on none.
+    return of_first_rank(metrics) if trainer.sharded else metrics

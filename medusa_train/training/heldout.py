@@ -33,6 +33,10 @@ class SpanRanks:
     """Ranks along one answer: ranks_SK[o, j] is the rank of token o+1+j in head j, with token o as a round's root.
 
     MISS (-1): not among the ten likeliest. END (-2): past the answer.
+
+    Attributes:
+        row_id: of the row's group (its prompt), or the row's own: what a search holds out together.
+        source: where the row was read.
     """
 
     ranks_SK: np.ndarray
@@ -91,7 +95,11 @@ class Scores:
 
 @torch.no_grad()
 def score_rows(
-    channels: Sequence[Projection], labels_CM: Tensor, targets_CM: Tensor, original: Projection | None
+    channels: Sequence[Projection],
+    labels_CM: Tensor,
+    targets_CM: Tensor,
+    original: Projection | None,
+    proposable: Sequence[int | None] | None = None,
 ) -> dict[str, Tensor]:
     """CE sums, counts, exact ranks of every channel over some rows.
 
@@ -99,6 +107,8 @@ def score_rows(
         labels_CM: in rows of each channel's projection; targets_CM: the same targets as IGNORE or not, before a reduced
             map removed those outside it (they count as misses).
         original: the lm channel's projection of the untouched backbone, where drift is asked for.
+        proposable: per channel, how many of its first logits are ranked; None: all. Rows past the tokenizer are never
+            proposed by a head, so they take no rank from a token; their logits stay in the losses, as in training.
     """
     count, rows = labels_CM.shape
     ranks_CM = torch.full((count, rows), MISS, dtype=torch.int16, device=labels_CM.device)
@@ -110,7 +120,8 @@ def score_rows(
             labels_m = labels_CM[index, part]
             logits_mV = dense_logits(_part(projection, part))
             sums[index] += F.cross_entropy(logits_mV, labels_m, ignore_index=IGNORE, reduction="sum")
-            top = logits_mV.topk(min(TOP, logits_mV.shape[1]), dim=-1).indices
+            ranked_mV = logits_mV if proposable is None else logits_mV[:, : proposable[index]]
+            top = ranked_mV.topk(min(TOP, ranked_mV.shape[1]), dim=-1).indices
             equal = top == labels_m[:, None]
             ranks_CM[index, part] = torch.where(equal.any(1), equal.int().argmax(1), MISS).to(torch.int16)
             if index == 0 and original is not None:
@@ -219,20 +230,29 @@ class HeldOutRows:
         heads = torch.tensor([shift >= 2 for shift in self.shifts])[:, None]
         return torch.where(heads, mapped, targets_CM)
 
-    def spans(self, ranks_NK: np.ndarray, row_N: np.ndarray, position_N: np.ndarray) -> list[SpanRanks]:
-        """Ranks of scored positions as spans, one per answer of every row that was scored."""
+    def spans(
+        self,
+        ranks_NK: np.ndarray,
+        row_N: np.ndarray,
+        position_N: np.ndarray,
+        members: Sequence[int] | None = None,
+    ) -> list[SpanRanks]:
+        """Ranks of scored positions as spans, one per answer of all rows, or of those with the given indices.
+
+        An answer of one token has no rank, and is a round all the same.
+        """
         found: dict[int, dict[int, np.ndarray]] = {}
         for row, position, ranks in zip(row_N.tolist(), position_N.tolist(), ranks_NK, strict=True):
             found.setdefault(row, {})[position] = ranks
         heads, spans = self.num_heads, []
-        for index in sorted(found):
+        for index in sorted(range(len(self.rows)) if members is None else members):
             row = self.rows[index]
             for start, end in _answers(row.loss_mask):
                 ranks_SK = np.full((end - start, heads), END, dtype=np.int16)
                 for o in range(end - start - 1):
                     known = min(heads, end - start - 1 - o)
                     ranks_SK[o, :known] = found[index][start + o - 1][:known]
-                spans.append(SpanRanks(ranks_SK, row.id, row.source))
+                spans.append(SpanRanks(ranks_SK, row.group or row.id, row.source))
         return spans
 
 

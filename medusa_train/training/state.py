@@ -85,6 +85,9 @@ class RunFolder:
                 where=str(self.path),
                 fix="train into another output_dir, or begin anew with --restart",
             )
+        if not begun:
+            # The best check of a run that never got to a checkpoint, perhaps of another recipe: not this run's.
+            shutil.rmtree(self.best, ignore_errors=True)
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(saved, json.dumps(recipe.resolved(), indent=2) + "\n")
 

@@ -194,9 +194,11 @@ class Trainee(nn.Module):
         hidden = self._compute(hidden)
         names = ("lm" if name == "kl" else name for name in self.objective.channels)
         channels = [self._channel(hidden, name) for name in names]
+        valid = self.projection.valid_vocab_size if self.heads.token_map is None else None
+        proposable = [valid if shift >= 2 else None for shift in self.objective.shifts]
         before = None if original is None else self.original_projection(self._compute(original))
         with torch.autocast(labels.device.type, enabled=False):
-            scores = score_rows(channels, labels, targets, before)
+            scores = score_rows(channels, labels, targets, before, proposable)
         return {**scores, "hidden": hidden}
 
     def keep_original(self) -> None:

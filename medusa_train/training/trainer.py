@@ -232,7 +232,7 @@ class MedusaTrainer(Trainer):
                 tables.append((heads, batch.row_M.numpy(), batch.position_M.numpy()))
         model.train(was_training)
         ranks, rows, positions = (np.concatenate(parts) for parts in zip(*tables, strict=True))
-        spans = heldout.spans(ranks, rows, positions)
+        spans = heldout.spans(ranks, rows, positions, members)
         if members is not None:
             scores, spans = self._gather(scores, spans)
         return scores, spans

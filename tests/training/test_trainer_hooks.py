@@ -13,7 +13,7 @@ from medusa_train.config.recipe import DriftSection
 from medusa_train.errors import UserError
 from medusa_train.modeling.base import load_base
 from medusa_train.training.announce import announce
-from medusa_train.training.callbacks import DriftCallback
+from medusa_train.training.drift import DriftCallback
 from medusa_train.training.fit import build_trainer
 from medusa_train.training.policies import (
     ParamGroup,
