@@ -28,7 +28,7 @@ from medusa_train.training.heldout import HeldOutRows, Replay
 from medusa_train.training.launch import is_main, meet
 from medusa_train.training.losses import token_map_of
 from medusa_train.training.memory import MemoryCallback
-from medusa_train.training.policies import prepare_backbone
+from medusa_train.training.policies import master_weights, prepare_backbone
 from medusa_train.training.prepare import (
     Rows,
     inverse_map_of,
@@ -156,7 +156,7 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
     cached_train, cached_heldout = _cached(recipe, base, rows, objective, run, inverse, arguments)
     backbone = prepare_backbone(base.model, recipe)
     if objective.trains_backbone:
-        _master_weights(backbone)
+        master_weights(backbone)
     projection = output_projection(backbone, len(base.tokenizer))
     trainee = Trainee(heads, projection, objective, backbone if cached_train is None else None)
     check_sharding(trainee, arguments)
@@ -237,13 +237,6 @@ def _mask_builder(model: Any) -> Any:
         return packed_attention_mask(model, document_ids_BT, position_ids_BT, dtype)
 
     return build
-
-
-def _master_weights(backbone: torch.nn.Module) -> None:
-    """Trainable parameters in fp32: a bf16 weight loses updates smaller than 1/256 of it."""
-    for parameter in backbone.parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
-            parameter.data = parameter.data.float()
 
 
 def check_sharding(trainee: Trainee, arguments: Any) -> None:

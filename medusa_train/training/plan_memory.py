@@ -11,16 +11,16 @@ from typing import NamedTuple
 
 import torch
 
-from medusa_train.config.recipe import HeadsOnly, Recipe, SelfDistill
+from medusa_train.config.recipe import HeadsOnly, Joint, LoraSection, Recipe, SelfDistill
 from medusa_train.errors import UserError
 from medusa_train.modeling.heads import HeadsConfig
 from medusa_train.training.ledger import BF16, CPU_PIECE_TOKENS, FP32, StepMemory, loss_buffer_bytes
 from medusa_train.training.shapes import BackboneShape
 
-# Numbers kept per token and layer for the backward pass of a decoder layer, in units of D and of the MLP's width:
-# input, both norms' inputs and outputs, q k v o and the attention's output; gate, up, silu(gate) and their product.
-KEPT_D, KEPT_MLP = 10, 4
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}  # NF4 with double-quantized scales
+# What lies idle between the activations that a CPU keeps for the backward pass, as a share of them: 22 % with dropout
+# and 40 % without were measured on SmolLM2 (resident memory against the tensors that autograd had saved).
+CPU_GAPS = 0.3
 
 
 class Micro(NamedTuple):
@@ -56,12 +56,12 @@ def step_memory(
     numbers, stage = sum(trainable.values()), zero_stage(recipe)
     shards = processes if recipe.training.get("fsdp") or stage >= 3 else 1
     state_shards = processes if recipe.training.get("fsdp") or stage >= 2 else 1
-    compute = _compute_bytes(recipe)
+    compute = product_bytes(recipe)
     parts: dict[str, int] = {}
     if not micro.cached or (recipe.base.quantization and not on_cpu):
         parts["backbone weights"] = 0 if "backbone" in trainable else backbone_bytes(recipe, shape) // shards
     elif heads.contract == "shared":
-        parts["lm_head"] = shape.vocab * shape.hidden * compute
+        parts["lm_head"] = shape.vocab * shape.hidden * weight_bytes(recipe)
     parts["trainable weights, fp32"] = numbers * FP32 // shards
     parts["gradients, fp32"] = numbers * FP32 // state_shards
     eight_bit = "8bit" in str(recipe.training.get("optim", ""))
@@ -70,10 +70,15 @@ def step_memory(
     parts["supervised rows"] = micro.supervised * shape.hidden * compute * (2 * heads.medusa_num_heads + 2)
     if not micro.cached:  # a frozen backbone's are freed before the loss, and stay with the process
         parts["activations"] = activation_bytes(recipe, shape, micro.tokens, on_cpu)
+    if "backbone" in trainable and compute < FP32:
+        parts["weights in the products' dtype"] = shape.parameters * compute
     if heads.contract != "shared" and on_cpu and not micro.cached:
         # `fit` keeps freed memory on a CPU, and beside activations new gradients do not always find a place in it: one
         # to three projections more were measured on SmolLM2 (tests/training/test_memory.py).
         parts["freed memory that stays"] = min(heads.medusa_num_heads, 2) * heads.projection_rows * shape.hidden * FP32
+    if on_cpu and not isinstance(recipe.policy, HeadsOnly):
+        gaps = int(CPU_GAPS * parts["activations"])
+        parts["freed memory that stays"] = parts.get("freed memory that stays", 0) + gaps
     return StepMemory(parts)
 
 
@@ -90,14 +95,21 @@ def before_training(recipe: Recipe, shape: BackboneShape, cached: bool, on_cpu: 
 
 def backbone_bytes(recipe: Recipe, shape: BackboneShape) -> int:
     """Weights of the whole backbone as they are loaded; embeddings and lm_head are never quantized."""
-    compute = _compute_bytes(recipe)
+    compute = weight_bytes(recipe)
     weight = QUANTIZED_BYTES.get(recipe.base.quantization or "", compute)
     embeddings = shape.vocab * shape.hidden * (1 if shape.tied else 2)
     return int(shape.layers * shape.layer_parameters * weight + embeddings * compute)
 
 
-def _compute_bytes(recipe: Recipe) -> int:
+def weight_bytes(recipe: Recipe) -> int:
+    """Of a number of the loaded backbone."""
     return FP32 if recipe.base.dtype == "float32" else BF16
+
+
+def product_bytes(recipe: Recipe) -> int:
+    """Of a number in the matrix products: mixed precision follows the backbone's dtype unless the recipe sets it."""
+    asked = [recipe.training[name] for name in ("bf16", "fp16") if name in recipe.training]
+    return (BF16 if any(asked) else FP32) if asked else weight_bytes(recipe)
 
 
 def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, supervised: int, on_cpu: bool) -> int:
@@ -106,7 +118,7 @@ def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, superv
     The loss computes the projections' gradients; with accumulation they stand beside the ones of earlier micro-batches.
     A CPU computes a half-precision gradient in pieces of a few MiB (fused.py).
     """
-    rows, compute = min(recipe.loss.chunk_rows, supervised), _compute_bytes(recipe)
+    rows, compute = min(recipe.loss.chunk_rows, supervised), product_bytes(recipe)
     vocabulary = heads.projection_rows if isinstance(recipe.policy, HeadsOnly) else shape.vocab
     buffers = loss_buffer_bytes(rows, vocabulary, compute, on_cpu)
     sides = 2 if isinstance(recipe.policy, SelfDistill) else 1
@@ -120,16 +132,40 @@ def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, superv
 
 def activation_bytes(recipe: Recipe, shape: BackboneShape, tokens: int, on_cpu: bool) -> int:
     """What the backbone keeps (trained) or holds for a moment (frozen)."""
-    compute = _compute_bytes(recipe)
-    one_layer = tokens * compute * (KEPT_D * shape.hidden + KEPT_MLP * shape.intermediate)
+    compute = product_bytes(recipe)
     if isinstance(recipe.policy, HeadsOnly):
         if on_cpu:
             tokens = min(tokens, max(recipe.data.max_length, CPU_PIECE_TOKENS * torch.get_num_threads()))
         # No layer outlives the next; two fp32 copies belong to the norms.
         return tokens * (compute * (4 * shape.hidden + 3 * shape.intermediate) + 2 * FP32 * shape.hidden)
+    one_layer = tokens * saved_bytes(recipe, shape, on_cpu)
     if recomputes(recipe):
-        return tokens * compute * shape.hidden * shape.layers + one_layer
+        stream = FP32 if _is_full(recipe) else weight_bytes(recipe)
+        return tokens * stream * shape.hidden * shape.layers + one_layer
     return one_layer * shape.layers
+
+
+def saved_bytes(recipe: Recipe, shape: BackboneShape, on_cpu: bool) -> int:
+    """Bytes per token and layer that autograd saves in a trained backbone.
+
+    Attention: q, k, v and its output. MLP: gate, up and silu(gate). Norms: the fp32 row. Trained weights: the rows
+    they are multiplied with, behind LoRA's dropout with its mask (noise in fp32 on a CPU), or as each product casts
+    them, and the fp32 rows before the norms' own weights.
+    """
+    compute, size = product_bytes(recipe), shape.hidden
+    q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    saved = compute * (2 * q + 2 * kv) + compute * 3 * shape.intermediate + 2 * FP32 * size
+    if _is_full(recipe):
+        casts = 5 if compute < FP32 else 2  # of q, k, v, gate and up; in fp32 they share the norms' rows
+        return saved + compute * (casts * size + shape.intermediate) + 2 * FP32 * size
+    lora = recipe.policy.lora or LoraSection()
+    inputs = {"o_proj": q, "down_proj": shape.intermediate, "lm_head": 0}
+    mask = (FP32 if on_cpu else 1) if lora.dropout else 0
+    return saved + sum(inputs.get(name, size) for name in lora.target_modules) * (compute + mask)
+
+
+def _is_full(recipe: Recipe) -> bool:
+    return isinstance(recipe.policy, Joint) and recipe.policy.adapter == "none"
 
 
 def zero_stage(recipe: Recipe) -> int:

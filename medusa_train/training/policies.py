@@ -157,3 +157,10 @@ def check_cover(groups: Iterable[ParamGroup], parameters: Iterable[tuple[str, nn
         problems.append(f"{len(seen)} tensors in optimizer groups belong to no module of the model")
     if problems:
         raise UserError("the optimizer's groups do not cover the trainable parameters once: " + "; ".join(problems))
+
+
+def master_weights(backbone: torch.nn.Module) -> None:
+    """Trainable parameters in fp32: a bf16 weight loses updates smaller than 1/256 of it."""
+    for parameter in backbone.parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
+            parameter.data = parameter.data.float()

@@ -10,11 +10,13 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from medusa_train.config.load import load_recipe, parse_recipe
 from medusa_train.errors import UserError
-from medusa_train.modeling.backbone import output_projection
+from medusa_train.modeling.backbone import hidden_states, output_projection
 from medusa_train.modeling.heads import HeadsConfig, new_heads
 from medusa_train.training import ledger
 from medusa_train.training.fused import FusedOptions
 from medusa_train.training.plan import lora_numbers, plan_recipe
+from medusa_train.training.plan_memory import saved_bytes
+from medusa_train.training.policies import master_weights, prepare_backbone
 from medusa_train.training.prepare import set_backbone_aside
 from medusa_train.training.shapes import KNOWN, BackboneShape, shape_from_config, shape_of
 from medusa_train.training.trainee import Objective, Trainee
@@ -199,3 +201,33 @@ def test_a_backbone_set_aside_leaves_the_output_projection() -> None:
         set_backbone_aside(SimpleNamespace(model=model, quantization=None), "meta")
         left = {name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"}
         assert left == ({"model.embed_tokens.weight"} if tied else {"lm_head.weight"})
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dropout", [0.0, 0.1, None])
+def test_planned_activations_are_what_autograd_saves(dtype: str, dropout: float | None) -> None:
+    """Grouped keys and a gated MLP, LoRA with and without dropout, and all weights (None), under bf16 autocast."""
+    model = tiny_model("llama", hidden_size=48, intermediate_size=112, num_attention_heads=6, num_key_value_heads=2)
+    model.to(getattr(torch, dtype))
+    policy: dict = {"kind": "joint", "adapter": "none"}
+    if dropout is not None:
+        policy = {"kind": "joint", "adapter": "lora", "lora": {"dropout": dropout, "r": 2}}
+    recipe = parse_recipe(
+        {"base": {"name": "x", "dtype": dtype}, "data": {"train": ["x"]}, "output_dir": "x", "policy": policy,
+         "heads": {"medusa_num_heads": 1}, "training": {"bf16": True}}
+    )  # fmt: skip
+    shape, tokens = shape_from_config(model.config), 1021
+    backbone = prepare_backbone(model, recipe)
+    master_weights(backbone)
+    saved: dict[int, tuple] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tokens in tensor.shape:  # rows, no weights
+            saved.setdefault(tensor.untyped_storage().data_ptr(), (tensor, tensor.untyped_storage().nbytes()))
+        return tensor
+
+    backbone.train()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda kept: kept), torch.autocast("cpu", torch.bfloat16):
+        hidden_states(backbone, torch.randint(0, 60, (1, tokens)))
+    found = sum(size for _, size in saved.values()) / tokens / shape.layers
+    assert saved_bytes(recipe, shape, on_cpu=True) == pytest.approx(found, rel=0.1)
