@@ -76,6 +76,13 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
             allowed="bf16 or neither on a CPU",
             fix="training.bf16=true training.fp16=false",
         )
+    if values.pop("logging_nan_inf_filter", False):
+        raise UserError(
+            "training.logging_nan_inf_filter would hide a loss that is not finite, which ends the run here",
+            where="recipe",
+            allowed="false",
+            fix="leave it out",
+        )
     check_services(values["report_to"])
     if not cuda:
         values.setdefault("use_cpu", True)
