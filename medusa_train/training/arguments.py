@@ -105,6 +105,11 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
     os.environ.setdefault("TRACKIO_DIR", str(run.path / "trackio"))
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
     try:
-        return TrainingArguments(**values)
+        arguments = TrainingArguments(**values)
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"training: {error}", where="recipe") from error
+    if arguments.n_gpu > 1:
+        # One process that sees several GPUs would become nn.DataParallel, which cuts batches along their first axis:
+        # labels [C, M] along the channels. A process trains on one device; several devices are several processes.
+        arguments._n_gpu = 1
+    return arguments
