@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.load import load_checkpoint
+from medusa_train.config.recipe import Recipe
 from medusa_train.errors import UserError
 from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.fit import fit, load_recipe_base
@@ -218,6 +219,30 @@ def test_a_disk_that_refuses_is_told_before_the_first_step(world: dict, tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_an_output_dir_of_something_else_is_refused_before_anything_is_done(
+    world: dict, tmp_path: Path, restart: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Not after the whole training: no backbone is loaded, no step made, no folder begun; exit code 2."""
+    from medusa_train.cli.app import main
+    from medusa_train.training import fit as fit_module
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    words = ["fit", "--recipe", str(TINY[0]), "--no-launch", f"base.name={world['base']}", f"output_dir={out}"]
+    words += [f"data.train=[{world['data']}]", "data.max_length=96", *(["--restart"] if restart else [])]
+    loaded: list[Recipe] = []
+    monkeypatch.setattr(fit_module, "load_recipe_base", loaded.append)
+    monkeypatch.setattr(sys, "argv", ["medusa-train", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert f"error: {out}: something else stands there" in capfd.readouterr().err
+    assert not loaded and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
 
 def test_accelerate_launch_joins_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
