@@ -1,19 +1,29 @@
-"""What a rank of `test_distributed.py` runs (torchrun, gloo): one FSDP2 step against the same step on one process."""
+"""What a rank of `test_distributed.py` runs (torchrun, gloo): one FSDP2 step against the same step on one process, or
+the gradients of a recipe's first step."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import TrainerCallback
 
+from medusa_train.config.load import load_recipe
+from medusa_train.config.recipe import Recipe
 from medusa_train.modeling.backbone import decoder_of, output_projection
+from medusa_train.modeling.base import load_base
 from medusa_train.modeling.heads import HeadsConfig, new_heads
+from medusa_train.training.fit import build_trainer
 from medusa_train.training.fused import FusedOptions
 from medusa_train.training.losses import IGNORE
+from medusa_train.training.prepare import load_training_rows
+from medusa_train.training.state import RunFolder
 from medusa_train.training.trainee import Objective, Trainee
 from tests.tiny import tiny_model
 
@@ -47,7 +57,7 @@ def loss_of(model: torch.nn.Module, part: int, parts: int) -> torch.Tensor:
     return (model(**inputs)["sums"] * torch.tensor([1.0, 0.16, 0.128]) / counts).sum() * parts
 
 
-def main(out: str) -> None:
+def fsdp2_step(out: str) -> None:
     """Writes the differences between the sharded and the single-process step to `out`."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -78,5 +88,43 @@ def main(out: str) -> None:
     dist.destroy_process_group()
 
 
+class Gradients(TrainerCallback):
+    """Copies every gradient as the optimizer is about to apply it (of the newest step)."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
+        named = getattr(model, "module", model).named_parameters()
+        self.found = {name: p.grad.detach().clone() for name, p in named if p.requires_grad}
+
+
+def first_gradients(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The gradients of a recipe's first step, through the whole trainer, at tensors that are no zeros."""
+    run = RunFolder.of(recipe)
+    run.path.mkdir(parents=True, exist_ok=True)
+    base = load_base(recipe.base.name, dtype="float32")
+    trainer = build_trainer(recipe, base, load_training_rows(recipe, base), run, None)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    callback = Gradients()
+    trainer.add_callback(callback)
+    trainer.train()
+    return callback.found
+
+
+def write_gradients(recipe: str, out: str) -> None:
+    """The gradients of every rank, to `out/RANK.safetensors`."""
+    found = first_gradients(load_recipe(recipe, []))
+    save_file(found, Path(out) / f"{dist.get_rank()}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    if sys.argv[1] == "gradients":
+        write_gradients(*sys.argv[2:])
+    else:
+        fsdp2_step(sys.argv[2])
