@@ -19,7 +19,8 @@ from medusa_train.errors import UserError
 from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.fit import fit, load_recipe_base
 from tests.tiny import tiny_model
-from tests.training.support import losses_of, recipe_of, write_world
+from tests.training.curves import read_curve
+from tests.training.support import entries_of, losses_of, recipe_of, write_world
 
 ROOT = Path(__file__).parents[2]
 TINY = sorted((ROOT / "recipes").glob("tiny-*.yaml"))
@@ -153,9 +154,16 @@ def test_curves_land_in_the_run_folder(
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_DIR", "WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR"):
         monkeypatch.delenv(name, raising=False)
-    fit(recipe_of(world, tmp_path / "out", training={"max_steps": 2, "report_to": service}))
+    fit(recipe_of(world, tmp_path / "out", training={"max_steps": 3, "report_to": service}))
     patterns = {"wandb": "wandb/offline-run-*", "tensorboard": "tensorboard/**/events*", "trackio": "trackio/*.db"}
     assert list((tmp_path / "out.run").glob(patterns[service]))
+    if service == "trackio":
+        return
+    entries = [entry for entry in entries_of(tmp_path / "out") if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [1, 2, 3]
+    for name in ("loss", "head0_loss", "head2_loss"):
+        curve = read_curve(service, tmp_path / "out.run", f"train/{name}")
+        assert curve == pytest.approx({entry["step"]: entry[name] for entry in entries}, rel=1e-6), name
 
 
 @pytest.mark.parametrize(
