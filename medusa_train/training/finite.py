@@ -23,6 +23,7 @@ SHOWN = 8  # rows that a message names
 CULPRITS = 4  # that are looked for one by one; more are no matter of single rows
 
 Name = Callable[[int], str]
+SumsOf = Callable[[Tensor], Tensor]
 
 
 class MicroBatch(NamedTuple):
@@ -68,34 +69,57 @@ class FiniteWatch:
         new = (self._first[0] == 0) & ~torch.isfinite(loss)
         self._first = torch.where(new, facts, self._first)
 
-    def check(self, sums_of: Callable[[Tensor], Tensor] | None = None) -> None:
-        """Ends the run where a loss was not finite, and forgets what was fine. Waits for the device.
+    def check(self, sums_of: SumsOf | None) -> None:
+        """Ends the run where the loss of the newest micro-batch was not finite. Waits for the device.
 
         Args:
-            sums_of: keep_M -> [C], the sums over some positions of the newest micro-batch alone, if they can be had.
+            sums_of: keep_M -> [C], the sums over some positions of that micro-batch alone, where they can be had.
+
+        Raises:
+            UserError: with step, rows, sums and counts.
+        """
+        step, problem = self.problem(sums_of)
+        if step:
+            raise problem
+
+    def check_ranks(self, ranks: int) -> None:
+        """Ends the run of all ranks where one had a loss that was not finite; every rank must call it.
+
+        A rank's bad gradient makes the next losses of all others bad: what the first one met is what all say.
 
         Raises:
             UserError: with step, rows, sums and counts of the first bad micro-batch.
         """
+        found = [self.problem()]
+        if ranks > 1:
+            from accelerate.utils import gather_object
+
+            found = gather_object(found)
+        bad = [one for one in found if one[0]]
+        if bad:
+            raise min(bad, key=lambda one: one[0])[1]
+
+    def problem(self, sums_of: SumsOf | None = None) -> tuple[int, UserError | None]:
+        """The step (from 1) of the first bad micro-batch, and what there is to say; (0, None) forgets what was fine."""
         if self._first is None:
-            return
+            return 0, None
         number, step, *facts = self._first.tolist()
         if number == 0:
             self._recent.clear()
-            return
+            return 0, None
         age = self._number - int(number)  # in micro-batches
         batch = self._recent[-1 - age] if age < len(self._recent) else None
         sums, counts = facts[: len(self.channels)], facts[len(self.channels) :]
         pairs = zip(self.channels, sums, counts, strict=True)
         told = ", ".join(f"{name} {total:g} over {count:.0f}" for name, total, count in pairs)
-        raise UserError(
+        return int(step), UserError(
             f"the loss is not finite; sums {told}",
             where=f"step {step:.0f}, {'rows unknown' if batch is None else _rows(batch, sums_of)}",
             fix="lower training.learning_rate or set training.max_grad_norm; look at the rows with `medusa-train show`",
         )
 
 
-def _rows(batch: MicroBatch, sums_of: Callable[[Tensor], Tensor] | None) -> str:
+def _rows(batch: MicroBatch, sums_of: SumsOf | None) -> str:
     row_M = batch.row_M.cpu()
     rows, note = row_M.unique().tolist(), " (the whole micro-batch)"
     if sums_of is not None:

@@ -162,7 +162,7 @@ class MedusaTrainer(Trainer):
             write_tensors(Path(output_dir or self.args.output_dir), tensors)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.watch.check()
+        self.watch.check_ranks(self.args.world_size)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if folder.is_dir() and (folder / COMPLETE).is_file():
             return
@@ -258,7 +258,7 @@ class MedusaTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Held-out loss and top-1/5/10 of every channel, drift, and the replayed tokens_per_round."""
-        self.watch.check()
+        self.watch.check_ranks(self.args.world_size)
         scores, spans = self.score()
         found = scores.metrics(self.recipe.head_weights())
         if self.replay is not None:
@@ -274,7 +274,7 @@ class MedusaTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the per-channel training losses and accuracies since the last log."""
         if "loss" in logs and self._totals:
-            self.watch.check()
+            self.watch.check_ranks(self.args.world_size)
             totals, self._totals = self._totals, {}
             if self.args.world_size > 1:
                 totals = {name: self.accelerator.reduce(value, reduction="sum") for name, value in totals.items()}

@@ -1,5 +1,5 @@
 """What a rank of `test_distributed.py` runs (torchrun, gloo): one FSDP2 step against the same step on one process, or
-the gradients of a recipe's first step."""
+what every rank makes of a recipe: gradients of its first step, or what it says of a loss that is not finite."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import TrainerCallback
 
 from medusa_train.config.load import load_recipe
 from medusa_train.config.recipe import Recipe
+from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import decoder_of, output_projection
 from medusa_train.modeling.base import load_base
 from medusa_train.modeling.heads import HeadsConfig, new_heads
@@ -25,7 +26,9 @@ from medusa_train.training.losses import IGNORE
 from medusa_train.training.prepare import load_training_rows
 from medusa_train.training.state import RunFolder
 from medusa_train.training.trainee import Objective, Trainee
+from medusa_train.training.trainer import MedusaTrainer
 from tests.tiny import tiny_model
+from tests.training.support import Poison
 
 
 def build() -> Trainee:
@@ -99,12 +102,17 @@ class Gradients(TrainerCallback):
         self.found = {name: p.grad.detach().clone() for name, p in named if p.requires_grad}
 
 
-def first_gradients(recipe: Recipe) -> dict[str, torch.Tensor]:
-    """The gradients of a recipe's first step, through the whole trainer, at tensors that are no zeros."""
+def rank_trainer(recipe: Recipe) -> MedusaTrainer:
+    """This rank's trainer (or the only one), before its first step."""
     run = RunFolder.of(recipe)
     run.path.mkdir(parents=True, exist_ok=True)
     base = load_base(recipe.base.name, dtype="float32")
-    trainer = build_trainer(recipe, base, load_training_rows(recipe, base), run, None)
+    return build_trainer(recipe, base, load_training_rows(recipe, base), run, None)
+
+
+def first_gradients(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The gradients of a recipe's first step, through the whole trainer, at tensors that are no zeros."""
+    trainer = rank_trainer(recipe)
     generator = torch.Generator().manual_seed(7)
     for parameter in trainer.model.parameters():
         if parameter.requires_grad:
@@ -123,8 +131,21 @@ def write_gradients(recipe: str, out: str) -> None:
     dist.destroy_process_group()
 
 
+def write_problem(recipe: str, out: str) -> None:
+    """What every rank says of a NaN that rank 1 meets in step 2, noticed at a log as on an accelerator."""
+    trainer = rank_trainer(load_recipe(recipe, []))
+    trainer.watch.check = lambda _: None
+    if dist.get_rank() == 1:
+        trainer.add_callback(Poison(trainer, step=2))
+    try:
+        trainer.train()
+    except UserError as error:
+        Path(out, f"{dist.get_rank()}.txt").write_text(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WORK = {"fsdp2": fsdp2_step, "gradients": write_gradients, "problem": write_problem}
+
 if __name__ == "__main__":
-    if sys.argv[1] == "gradients":
-        write_gradients(*sys.argv[2:])
-    else:
-        fsdp2_step(sys.argv[2])
+    WORK[sys.argv[1]](*sys.argv[2:])

@@ -18,7 +18,7 @@ from medusa_train.checkpoint.load import load_checkpoint
 from medusa_train.config.load import dump_recipe, load_recipe
 from medusa_train.config.recipe import Recipe
 from medusa_train.training.fit import fit
-from tests.training.ranks import first_gradients
+from tests.training.ranks import first_gradients, rank_trainer
 from tests.training.support import losses_of, recipe_of, write_world
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -108,6 +108,24 @@ def test_two_ranks_that_accumulate_two_give_the_gradients_of_one_batch(world: di
         assert gradients.keys() == whole.keys() and len(whole) > 6
         worst = max((gradients[key] - gradient).abs().max() for key, gradient in whole.items())
         assert worst <= 1e-6 * largest, (name, worst / largest)
+
+
+@pytest.mark.slow
+def test_all_ranks_tell_the_rows_of_the_rank_that_met_the_first_loss_that_is_not_finite(
+    world: dict, tmp_path: Path
+) -> None:
+    """Noticed after step 3; from step 3 on the averaged gradient has made every rank's loss NaN."""
+    training = {"per_device_train_batch_size": 1, "max_steps": 3, "logging_steps": 3, "max_grad_norm": 0.0,
+                "train_sampling_strategy": "sequential"}  # fmt: skip
+    data = {"train": [world["data"]], "packing": False, "max_length": 96}
+    recipe = recipe_of(world, tmp_path / "out", training=training, data=data)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    run(*RANKS, "problem", str(file), str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+    (row,) = rank_trainer(recipe).train_dataset.bins[3]  # step 1: bins 0 and 1; step 2: 2, and 3 on rank 1
+    assert told[0] == told[1]
+    assert told[0].startswith(f"step 2, rows {row.source} (the whole micro-batch): the loss is not finite; sums head0 ")
 
 
 @pytest.mark.slow

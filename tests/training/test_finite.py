@@ -7,13 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import TrainerCallback
 
 from medusa_train.errors import UserError
 from medusa_train.training.finite import FiniteWatch, MicroBatch, culprits
 from medusa_train.training.fit import fit
-from medusa_train.training.trainer import MedusaTrainer
-from tests.training.support import entries_of, recipe_of, trainer_of, write_world
+from tests.training.support import Poison, entries_of, recipe_of, trainer_of, write_world
 
 NAN = float("nan")
 CACHE = {"kind": "heads_only", "cache": {"enabled": True}}
@@ -22,17 +20,6 @@ CACHE = {"kind": "heads_only", "cache": {"enabled": True}}
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return write_world(tmp_path_factory.mktemp("world"))
-
-
-class Poison(TrainerCallback):
-    """NaN in head 1's projection when a step begins."""
-
-    def __init__(self, trainer: MedusaTrainer, step: int) -> None:
-        self.trainer, self.step = trainer, step
-
-    def on_step_begin(self, args, state, control, **kwargs) -> None:
-        if state.global_step == self.step - 1:
-            self.trainer.model.heads.projections[1].weight.data[3, 0] = NAN
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_with_step_rows_and_counts(world: dict, tmp_path: Path) -> None:
@@ -55,23 +42,36 @@ def test_where_it_is_noticed_later_the_first_bad_micro_batch_is_told(
     data = {"train": [world["data"]], "packing": False, "max_length": 96}
     trainer = trainer_of(world, tmp_path / "out", training=training, data=data)
     trainer.add_callback(Poison(trainer, step=3))
-    check, noticed = FiniteWatch.check, []
-
-    def later(watch: FiniteWatch, sums_of=None) -> None:
-        if sums_of is None:  # not from inside of a step
-            noticed.append(trainer.state.global_step)
-            check(watch)
-
-    monkeypatch.setattr(FiniteWatch, "check", later)
+    monkeypatch.setattr(trainer.watch, "check", lambda _: None)
     with pytest.raises(UserError) as error:
         trainer.train()
-    assert noticed == [5]
+    assert trainer.state.global_step == 5
     rows = [row for bin_ in trainer.train_dataset.bins[8:10] for row in bin_]  # step 3 of 2 x 2: bins 8 to 11
     assert error.value.where == f"step 3, rows {rows[0].source}, {rows[1].source} (the whole micro-batch)"
     counts = [sum(int(row.loss_mask[shift:].sum()) for row in rows) for shift in (2, 3, 4)]
     told = error.value.what.removeprefix("the loss is not finite; sums ").split(", ")
     assert [one.split(" over ")[1] for one in told] == [str(count) for count in counts]
     assert math.isnan(float(told[1].split()[1])) and math.isfinite(float(told[0].split()[1]))
+
+
+def test_ranks_say_what_the_first_of_them_met(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 meets it in step 2; its gradient makes the next loss of rank 0 bad as well. Rank 2 is fine till then."""
+
+    def watch(first_bad: int, row: str) -> FiniteWatch:
+        found = FiniteWatch(("head0",))
+        for step in range(1, 4):
+            sums = torch.tensor([NAN if first_bad and step >= first_bad else 1.0])
+            batch = MicroBatch(step, torch.tensor([step]), lambda number: f"{row}:{number}")
+            found.add(batch, sums.sum(), sums, torch.tensor([5]))
+        return found
+
+    ranks = [watch(3, "zero"), watch(2, "one"), watch(0, "two")]
+    monkeypatch.setattr("accelerate.utils.gather_object", lambda _: [rank.problem() for rank in ranks])
+    for rank in ranks:
+        with pytest.raises(UserError) as error:
+            rank.check_ranks(3)
+        assert error.value.where == "step 2, rows one:2 (the whole micro-batch)"
+        assert error.value.what == "the loss is not finite; sums head0 nan over 5"
 
 
 def test_nothing_of_it_waits_for_the_device() -> None:
@@ -126,8 +126,9 @@ def test_a_loss_that_is_not_finite_is_logged_as_it_is(
     world: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were nothing to stop the run: the library's filter would write the mean of earlier losses in its place."""
-    monkeypatch.setattr(FiniteWatch, "check", lambda *_: None)
     trainer = trainer_of(world, tmp_path / "out", training={"max_steps": 3})
+    for name in ("check", "check_ranks"):
+        monkeypatch.setattr(trainer.watch, name, lambda _: None)
     trainer.add_callback(Poison(trainer, step=2))
     trainer.train()
     logged = {entry["step"]: entry["loss"] for entry in entries_of(tmp_path / "out") if "loss" in entry}
