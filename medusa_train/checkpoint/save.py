@@ -63,7 +63,7 @@ def save_checkpoint(
     folder = Path(folder)
     policy = getattr(policy, "kind", policy)
     state = _checked_state(heads, base, policy, adapter, merged, tree, training, recipe)
-    _check_target(folder)
+    check_target(folder)
     with staged_folder(folder) as staged:
         kept = _keep_what_is_not_ours(folder, staged)
         write_tensors(staged / abi.HEADS_FILE, state)
@@ -227,7 +227,12 @@ def _counts(config: Any) -> dict[str, Any]:
     }
 
 
-def _check_target(folder: Path) -> None:
+def check_target(folder: Path) -> None:
+    """A checkpoint may be written to `folder`: it is absent, empty, or an older checkpoint.
+
+    Raises:
+        UserError: something else stands there.
+    """
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / abi.MANIFEST_FILE).is_file():

@@ -76,6 +76,13 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
             allowed="bf16 or neither on a CPU",
             fix="training.bf16=true training.fp16=false",
         )
+    if values.pop("logging_nan_inf_filter", False):
+        raise UserError(
+            "training.logging_nan_inf_filter would hide a loss that is not finite, which ends the run here",
+            where="recipe",
+            allowed="false",
+            fix="leave it out",
+        )
     check_services(values["report_to"])
     if not cuda:
         values.setdefault("use_cpu", True)
@@ -98,6 +105,11 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
     os.environ.setdefault("TRACKIO_DIR", str(run.path / "trackio"))
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run.path / "tensorboard"))
     try:
-        return TrainingArguments(**values)
+        arguments = TrainingArguments(**values)
     except (TypeError, ValueError, ImportError) as error:
         raise UserError(f"training: {error}", where="recipe") from error
+    if arguments.n_gpu > 1:
+        # One process that sees several GPUs would become nn.DataParallel, which cuts batches along their first axis:
+        # labels [C, M] along the channels. A process trains on one device; several devices are several processes.
+        arguments._n_gpu = 1
+    return arguments

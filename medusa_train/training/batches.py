@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
@@ -38,7 +39,7 @@ class BinDataset(Dataset):
 
 
 class BinCollator:
-    """Bins -> what `Trainee.forward` takes, plus `row_ids` (file:line) for error messages.
+    """Bins -> what `Trainee.forward` takes; for error messages `row_ids` (file:line), `row_M` the index into them.
 
     Args:
         shifts: of the channels.
@@ -57,12 +58,15 @@ class BinCollator:
             batch.input_ids_BT, batch.loss_mask_BT, batch.document_ids_BT, self.shifts, self.inverse_map
         )
         rows_M, labels_CM = supervised_rows(labels_CBT)
+        first_B = torch.tensor([0, *(len(one) for one in bins[:-1])]).cumsum(0)
+        row_BT = first_B[:, None] + batch.document_ids_BT
         return {
             "input_ids": batch.input_ids_BT,
             "position_ids": batch.position_ids_BT,
             "attention_mask": None if self.mask is None else self.mask(batch.document_ids_BT, batch.position_ids_BT),
             "rows": rows_M,
             "labels": labels_CM,
+            "row_M": row_BT.flatten()[rows_M],
             "row_ids": [row.source for one in bins for row in one],
         }
 

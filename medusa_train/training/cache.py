@@ -262,7 +262,8 @@ class CachedRows(Dataset):
         """Makes only these positions items of the data set."""
         self.items = keep_N.nonzero().squeeze(1)
 
-    def _name(self, row: int) -> str:
+    def name(self, row: int) -> str:
+        """What error messages call a token row."""
         return str(row) if self.names is None else self.names[row]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -278,7 +279,7 @@ class CachedRows(Dataset):
         return {
             "hidden": self.hidden(indices_M),
             "labels": labels_CM,
-            "row_ids": [self._name(row) for row in self.row_N[indices_M[:64]].unique().tolist()],
+            "row_M": self.row_N[indices_M],
             **extra,
         }
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
+from medusa_train.checkpoint.save import check_target
 from medusa_train.config.recipe import HeadsOnly, Recipe
 from medusa_train.console import human_bytes, human_seconds, say
 from medusa_train.errors import UserError
@@ -62,12 +63,14 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
         The checkpoint's folder.
 
     Raises:
-        UserError: the recipe cannot be run, the run folder is another recipe's, the loss is not finite, the ordinary
-            head drifted too far, or is bounded without held-out rows; in all of these cases nothing is stored.
+        UserError: the recipe cannot be run, something else stands at its output_dir, the run folder is another
+            recipe's, the loss is not finite, the ordinary head drifted too far, or is bounded without held-out rows;
+            in all of these cases nothing is stored.
     """
     run, output = RunFolder.of(recipe), Path(recipe.output_dir).expanduser()
     main = is_main()
     if main:
+        check_target(output)  # not only at the end, after the whole training
         run.open(recipe, restart)
     meet()
     if run.finished.is_file() and (output / "medusa_manifest.json").is_file() and not restart:

@@ -65,31 +65,39 @@ class RunFolder:
     def open(self, recipe: Recipe, restart: bool) -> None:
         """Makes the folder for this recipe, or checks that it is this recipe's.
 
+        Another recipe's run that has nothing to go on from yet is replaced, its best tensors and its log included.
+
         Raises:
             UserError: it holds the run of another recipe; what differs is shown.
         """
         saved = self.path / "recipe.json"
         if restart:
-            for part in (self.state, self.best):
-                shutil.rmtree(part, ignore_errors=True)
-            for file in (self.finished, self.log, saved):
-                file.unlink(missing_ok=True)
+            self._clear()
+            saved.unlink(missing_ok=True)
         try:
             old = json.loads(saved.read_text())
         except FileNotFoundError:
             old = None
         begun = self.last_whole() is not None or self.finished.is_file()
-        if begun and old is not None and old != recipe.resolved():
+        differs = old is not None and old != recipe.resolved()
+        if differs and begun:
             raise UserError(
                 "this run was begun with another recipe: " + "; ".join(diff_recipes(old, recipe.resolved())),
                 where=str(self.path),
                 fix="train into another output_dir, or begin anew with --restart",
             )
         if not begun:
-            # The best check of a run that never got to a checkpoint, perhaps of another recipe: not this run's.
-            shutil.rmtree(self.best, ignore_errors=True)
+            # What a run left that never got to a checkpoint, perhaps another recipe's: nothing of it is this run's.
+            self._clear()
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(saved, json.dumps(recipe.resolved(), indent=2) + "\n")
+
+    def _clear(self) -> None:
+        """Removes what a run made; hidden states stay, they know themselves what they were made from."""
+        for part in (self.state, self.best):
+            shutil.rmtree(part, ignore_errors=True)
+        for file in (self.finished, self.log):
+            file.unlink(missing_ok=True)
 
     def last_whole(self) -> Path | None:
         """The newest checkpoint that was written to its end, or None."""

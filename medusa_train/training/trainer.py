@@ -14,7 +14,6 @@ Overridden, and why:
 from __future__ import annotations
 
 import os
-from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,11 @@ from torch import Tensor
 from transformers import Trainer
 
 from medusa_train.config.recipe import HeadsOnly, Recipe
-from medusa_train.errors import UserError
 from medusa_train.provenance import fsync_folder, write_atomic
 from medusa_train.training.batches import target_counts
+from medusa_train.training.finite import FiniteWatch, MicroBatch
 from medusa_train.training.heldout import HeldOutRows, Replay, Scores
+from medusa_train.training.losses import IGNORE
 from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
 from medusa_train.training.shapes import BackboneShape
 from medusa_train.training.sharding import of_first_rank, save_fsdp_run, shard_on_cpu
@@ -72,9 +72,7 @@ class MedusaTrainer(Trainer):
         self.loss_is_scaled_for_ga = True
         self._counted: Tensor | None = None
         self._totals: dict[str, Tensor] = {}
-        self._first_bad: Tensor | None = None
-        # Row ids of the micro-batches since the last look at `_first_bad`.
-        self._recent: deque[tuple[int, list[Any]]] = deque(maxlen=4096)
+        self.watch = FiniteWatch(self.channels)
 
     def create_accelerator_and_postprocess(self) -> None:
         """The library's, with FSDP2 on CPU ranks as well."""
@@ -125,35 +123,21 @@ class MedusaTrainer(Trainer):
             value = value.detach().double()
             self._totals[name] = self._totals[name] + value if name in self._totals else value
         self._totals["counts"] = self._totals.get("counts", 0) + counts
-        step = self.state.global_step + 1
-        self._recent.append((step, inputs.get("row_ids", [])))
-        bad = torch.where(torch.isfinite(loss.detach()), 0, step)
-        if self._first_bad is None:
-            self._first_bad = torch.zeros_like(bad)
-        self._first_bad = torch.where(self._first_bad == 0, bad, self._first_bad)
-        if self._first_bad.device.type == "cpu":
-            self.stop_if_not_finite(outputs["sums"], counts)
+        batch = MicroBatch(self.state.global_step + 1, inputs["row_M"], self._namer(inputs))
+        self.watch.add(batch, loss, outputs["sums"], counts)
+        if loss.device.type == "cpu":
+            self.watch.check(None if self.sharded else lambda keep_M: self._sums_of(inputs, keep_M))
 
-    def stop_if_not_finite(self, sums: Tensor | None = None, counts: Tensor | None = None) -> None:
-        """Ends the run where a loss was NaN or infinite.
+    def _namer(self, inputs: dict[str, Any]) -> Any:
+        """A row's number in `row_M` -> file:line; batches from a cache bring no names."""
+        names = inputs.get("row_ids")
+        return self.train_dataset.name if names is None else names.__getitem__
 
-        Raises:
-            UserError: with step, rows and counts.
-        """
-        if self._first_bad is None or int(self._first_bad) == 0:
-            return
-        step = int(self._first_bad)
-        rows = [name for at, ids in self._recent if at == step for name in ids]
-        shown = ", ".join(str(name) for name in rows[:8]) + (f" and {len(rows) - 8} more" if len(rows) > 8 else "")
-        detail = ""
-        if sums is not None:
-            pairs = zip(self.channels, sums.tolist(), counts.tolist(), strict=True)
-            detail = "; sums " + ", ".join(f"{name} {total:g} over {count}" for name, total, count in pairs)
-        raise UserError(
-            f"the loss is not finite{detail}",
-            where=f"step {step}, rows {shown or 'unknown'}",
-            fix="lower training.learning_rate or set training.max_grad_norm; look at the rows with `medusa-train show`",
-        )
+    def _sums_of(self, inputs: dict[str, Any], keep_M: Tensor) -> Tensor:
+        """[C]: the loss sums of this micro-batch over some of its supervised positions."""
+        some = {name: inputs[name] for name in FORWARD if name in inputs}
+        some["labels"] = inputs["labels"].where(keep_M.to(inputs["labels"].device), IGNORE)
+        return self._autocast(self.model)(**some)["sums"]
 
     # -- optimizer
 
@@ -178,7 +162,7 @@ class MedusaTrainer(Trainer):
             write_tensors(Path(output_dir or self.args.output_dir), tensors)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        self.stop_if_not_finite()
+        self.watch.check_ranks(self.args.world_size)
         folder = Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
         if folder.is_dir() and (folder / COMPLETE).is_file():
             return
@@ -274,7 +258,7 @@ class MedusaTrainer(Trainer):
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> dict:
         """Held-out loss and top-1/5/10 of every channel, drift, and the replayed tokens_per_round."""
-        self.stop_if_not_finite()
+        self.watch.check_ranks(self.args.world_size)
         scores, spans = self.score()
         found = scores.metrics(self.recipe.head_weights())
         if self.replay is not None:
@@ -290,7 +274,7 @@ class MedusaTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the per-channel training losses and accuracies since the last log."""
         if "loss" in logs and self._totals:
-            self.stop_if_not_finite()
+            self.watch.check_ranks(self.args.world_size)
             totals, self._totals = self._totals, {}
             if self.args.world_size > 1:
                 totals = {name: self.accelerator.reduce(value, reduction="sum") for name, value in totals.items()}
@@ -300,5 +284,4 @@ class MedusaTrainer(Trainer):
                 if totals["ranked"][index] > 0:
                     for top in (1, 5, 10):
                         logs[f"{name}_top{top}"] = float(totals["hits"][index, :top].sum() / ranked[index])
-            self._recent.clear()
         super().log(logs, start_time)

@@ -1,21 +1,34 @@
-"""What a rank of `test_distributed.py` runs (torchrun, gloo): one FSDP2 step against the same step on one process."""
+"""What a rank of `test_distributed.py` runs (torchrun, gloo): one FSDP2 step against the same step on one process, or
+what every rank makes of a recipe: gradients of its first step, or what it says of a loss that is not finite."""
 
 from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from transformers import TrainerCallback
 
+from medusa_train.config.load import load_recipe
+from medusa_train.config.recipe import Recipe
+from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import decoder_of, output_projection
+from medusa_train.modeling.base import load_base
 from medusa_train.modeling.heads import HeadsConfig, new_heads
+from medusa_train.training.fit import build_trainer
 from medusa_train.training.fused import FusedOptions
 from medusa_train.training.losses import IGNORE
+from medusa_train.training.prepare import load_training_rows
+from medusa_train.training.state import RunFolder
 from medusa_train.training.trainee import Objective, Trainee
+from medusa_train.training.trainer import MedusaTrainer
 from tests.tiny import tiny_model
+from tests.training.support import Poison
 
 
 def build() -> Trainee:
@@ -47,7 +60,7 @@ def loss_of(model: torch.nn.Module, part: int, parts: int) -> torch.Tensor:
     return (model(**inputs)["sums"] * torch.tensor([1.0, 0.16, 0.128]) / counts).sum() * parts
 
 
-def main(out: str) -> None:
+def fsdp2_step(out: str) -> None:
     """Writes the differences between the sharded and the single-process step to `out`."""
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -78,5 +91,61 @@ def main(out: str) -> None:
     dist.destroy_process_group()
 
 
+class Gradients(TrainerCallback):
+    """Copies every gradient as the optimizer is about to apply it (of the newest step)."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, torch.Tensor] = {}
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs) -> None:
+        named = getattr(model, "module", model).named_parameters()
+        self.found = {name: p.grad.detach().clone() for name, p in named if p.requires_grad}
+
+
+def rank_trainer(recipe: Recipe) -> MedusaTrainer:
+    """This rank's trainer (or the only one), before its first step."""
+    run = RunFolder.of(recipe)
+    run.path.mkdir(parents=True, exist_ok=True)
+    base = load_base(recipe.base.name, dtype="float32")
+    return build_trainer(recipe, base, load_training_rows(recipe, base), run, None)
+
+
+def first_gradients(recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The gradients of a recipe's first step, through the whole trainer, at tensors that are no zeros."""
+    trainer = rank_trainer(recipe)
+    generator = torch.Generator().manual_seed(7)
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
+    callback = Gradients()
+    trainer.add_callback(callback)
+    trainer.train()
+    return callback.found
+
+
+def write_gradients(recipe: str, out: str) -> None:
+    """The gradients of every rank, to `out/RANK.safetensors`."""
+    found = first_gradients(load_recipe(recipe, []))
+    save_file(found, Path(out) / f"{dist.get_rank()}.safetensors")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def write_problem(recipe: str, out: str) -> None:
+    """What every rank says of a NaN that rank 1 meets in step 2, noticed at a log as on an accelerator."""
+    trainer = rank_trainer(load_recipe(recipe, []))
+    trainer.watch.check = lambda _: None
+    if dist.get_rank() == 1:
+        trainer.add_callback(Poison(trainer, step=2))
+    try:
+        trainer.train()
+    except UserError as error:
+        Path(out, f"{dist.get_rank()}.txt").write_text(str(error))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WORK = {"fsdp2": fsdp2_step, "gradients": write_gradients, "problem": write_problem}
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    WORK[sys.argv[1]](*sys.argv[2:])

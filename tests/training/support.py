@@ -6,8 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
+
 from medusa_train.config.load import parse_recipe
 from medusa_train.config.recipe import Recipe
+from medusa_train.modeling.base import load_base
+from medusa_train.training.fit import build_trainer
+from medusa_train.training.prepare import load_training_rows
+from medusa_train.training.state import RunFolder
+from medusa_train.training.trainer import MedusaTrainer
 from tests.tiny import save_tiny_base
 
 WORDS = [
@@ -66,11 +73,33 @@ def recipe_of(world: dict[str, str], output: Path, policy: Any = "heads_only", *
     return parse_recipe(data)
 
 
+def trainer_of(world: dict[str, str], output: Path, policy: Any = "heads_only", **changes: Any) -> MedusaTrainer:
+    """Everything up to the first step of such a recipe, begun anew, on the CPU."""
+    training = {"use_cpu": True, **changes.pop("training", {})}
+    recipe = recipe_of(world, output, policy, training=training, **changes)
+    run = RunFolder.of(recipe)
+    run.open(recipe, restart=True)
+    base = load_base(world["base"], dtype="float32")
+    return build_trainer(recipe, base, load_training_rows(recipe, base), run, None)
+
+
+def entries_of(output: Path) -> list[dict[str, Any]]:
+    """The run's log, line by line."""
+    text = (output.with_name(output.name + ".run") / "log.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def losses_of(output: Path) -> dict[int, float]:
     """step -> training loss, from the run's log (the last entry of a step counts)."""
-    found = {}
-    for line in (output.with_name(output.name + ".run") / "log.jsonl").read_text().splitlines():
-        entry = json.loads(line)
-        if "loss" in entry:
-            found[entry["step"]] = entry["loss"]
-    return found
+    return {entry["step"]: entry["loss"] for entry in entries_of(output) if "loss" in entry}
+
+
+class Poison(TrainerCallback):
+    """NaN in head 1's projection when a step begins."""
+
+    def __init__(self, trainer: MedusaTrainer, step: int) -> None:
+        self.trainer, self.step = trainer, step
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if state.global_step == self.step - 1:
+            self.trainer.model.heads.projections[1].weight.data[3, 0] = float("nan")

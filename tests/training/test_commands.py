@@ -14,11 +14,13 @@ import pytest
 import torch
 
 from medusa_train.checkpoint.load import load_checkpoint
+from medusa_train.config.recipe import Recipe
 from medusa_train.errors import UserError
 from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.fit import fit, load_recipe_base
 from tests.tiny import tiny_model
-from tests.training.support import losses_of, recipe_of, write_world
+from tests.training.curves import read_curve
+from tests.training.support import entries_of, losses_of, recipe_of, write_world
 
 ROOT = Path(__file__).parents[2]
 TINY = sorted((ROOT / "recipes").glob("tiny-*.yaml"))
@@ -152,9 +154,16 @@ def test_curves_land_in_the_run_folder(
     monkeypatch.setenv("WANDB_MODE", "offline")
     for name in ("WANDB_DIR", "WANDB_PROJECT", "TENSORBOARD_LOGGING_DIR", "TRACKIO_DIR"):
         monkeypatch.delenv(name, raising=False)
-    fit(recipe_of(world, tmp_path / "out", training={"max_steps": 2, "report_to": service}))
+    fit(recipe_of(world, tmp_path / "out", training={"max_steps": 3, "report_to": service}))
     patterns = {"wandb": "wandb/offline-run-*", "tensorboard": "tensorboard/**/events*", "trackio": "trackio/*.db"}
     assert list((tmp_path / "out.run").glob(patterns[service]))
+    if service == "trackio":
+        return
+    entries = [entry for entry in entries_of(tmp_path / "out") if "loss" in entry]
+    assert [entry["step"] for entry in entries] == [1, 2, 3]
+    for name in ("loss", "head0_loss", "head2_loss"):
+        curve = read_curve(service, tmp_path / "out.run", f"train/{name}")
+        assert curve == pytest.approx({entry["step"]: entry[name] for entry in entries}, rel=1e-6), name
 
 
 @pytest.mark.parametrize(
@@ -218,6 +227,30 @@ def test_a_disk_that_refuses_is_told_before_the_first_step(world: dict, tmp_path
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_an_output_dir_of_something_else_is_refused_before_anything_is_done(
+    world: dict, tmp_path: Path, restart: bool, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Not after the whole training: no backbone is loaded, no step made, no folder begun; exit code 2."""
+    from medusa_train.cli.app import main
+    from medusa_train.training import fit as fit_module
+
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    words = ["fit", "--recipe", str(TINY[0]), "--no-launch", f"base.name={world['base']}", f"output_dir={out}"]
+    words += [f"data.train=[{world['data']}]", "data.max_length=96", *(["--restart"] if restart else [])]
+    loaded: list[Recipe] = []
+    monkeypatch.setattr(fit_module, "load_recipe_base", loaded.append)
+    monkeypatch.setattr(sys, "argv", ["medusa-train", *words])
+    with pytest.raises(SystemExit) as end:
+        main()
+    assert end.value.code == 2
+    assert f"error: {out}: something else stands there" in capfd.readouterr().err
+    assert not loaded and [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["notes.txt"]
 
 
 def test_accelerate_launch_joins_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:

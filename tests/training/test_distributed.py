@@ -16,11 +16,14 @@ from safetensors.torch import load_file
 
 from medusa_train.checkpoint.load import load_checkpoint
 from medusa_train.config.load import dump_recipe, load_recipe
+from medusa_train.config.recipe import Recipe
 from medusa_train.training.fit import fit
+from tests.training.ranks import first_gradients, rank_trainer
 from tests.training.support import losses_of, recipe_of, write_world
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 ROOT = Path(__file__).parents[2]
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.ranks"]
 LORA = {"kind": "joint", "lora": {"r": 2, "dropout": 0.0}, "drift": {"max_ce_increase": None}}
 NEEDS_DEEPSPEED = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 FSDP2 = {
@@ -82,10 +85,64 @@ def test_two_ranks_of_two_give_the_losses_of_one_of_four(world: dict, tmp_path: 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("policy", ["heads_only", LORA, FULL], ids=["heads_only", "lora", "full"])
+def test_two_ranks_that_accumulate_two_give_the_gradients_of_one_batch(world: dict, tmp_path: Path, policy) -> None:
+    """Four rows of unlike length: 4 x 1, 1 x 4 and 2 ranks x 2, to 1e-6 of the largest gradient in fp32."""
+
+    def of(name: str, batch: int, accumulated: int) -> Recipe:
+        training = {
+            "per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated, "max_steps": 1,
+            "max_grad_norm": 0.0, "train_sampling_strategy": "sequential",
+        }  # fmt: skip
+        data = {"train": [world["data"]], "packing": False, "max_length": 96}
+        return recipe_of(world, tmp_path / name, policy, training=training, data=data)
+
+    whole = first_gradients(of("whole", 4, 1))
+    found = {"1 x 4": first_gradients(of("parts", 1, 4))}
+    file = tmp_path / "ranks.yaml"
+    file.write_text(dump_recipe(of("ranks", 1, 2)))
+    run(*RANKS, "gradients", str(file), str(tmp_path))
+    found |= {f"rank {rank}": load_file(tmp_path / f"{rank}.safetensors") for rank in (0, 1)}
+    largest = max(gradient.abs().max() for gradient in whole.values())
+    for name, gradients in found.items():
+        assert gradients.keys() == whole.keys() and len(whole) > 6
+        worst = max((gradients[key] - gradient).abs().max() for key, gradient in whole.items())
+        assert worst <= 1e-6 * largest, (name, worst / largest)
+
+
+@pytest.mark.slow
+def test_all_ranks_tell_the_rows_of_the_rank_that_met_the_first_loss_that_is_not_finite(
+    world: dict, tmp_path: Path
+) -> None:
+    """Noticed after step 3; from step 3 on the averaged gradient has made every rank's loss NaN."""
+    training = {"per_device_train_batch_size": 1, "max_steps": 3, "logging_steps": 3, "max_grad_norm": 0.0,
+                "train_sampling_strategy": "sequential"}  # fmt: skip
+    data = {"train": [world["data"]], "packing": False, "max_length": 96}
+    recipe = recipe_of(world, tmp_path / "out", training=training, data=data)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(dump_recipe(recipe))
+    run(*RANKS, "problem", str(file), str(tmp_path))
+    told = [(tmp_path / f"{rank}.txt").read_text() for rank in (0, 1)]
+    (row,) = rank_trainer(recipe).train_dataset.bins[3]  # step 1: bins 0 and 1; step 2: 2, and 3 on rank 1
+    assert told[0] == told[1]
+    assert told[0].startswith(f"step 2, rows {row.source} (the whole micro-batch): the loss is not finite; sums head0 ")
+
+
+@pytest.mark.slow
 def test_fsdp2_gives_the_single_process_loss_and_gradients_and_full_tensors(tmp_path: Path) -> None:
     """`fully_shard` on a CPU mesh; heads and lm_head are read inside the root's forward, where they are whole."""
     out = tmp_path / "facts.json"
-    run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.training.ranks", str(out))
+    run(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "tests.training.ranks",
+        "fsdp2",
+        str(out),
+    )
     facts = json.loads(out.read_text())
     assert facts["loss"] == pytest.approx(facts["single"], rel=1e-5)
     assert facts["worst"] < 1e-5

@@ -11,10 +11,8 @@ from transformers import Trainer, TrainerState
 
 from medusa_train.config.recipe import DriftSection
 from medusa_train.errors import UserError
-from medusa_train.modeling.base import load_base
 from medusa_train.training.announce import announce
 from medusa_train.training.drift import DriftCallback
-from medusa_train.training.fit import build_trainer
 from medusa_train.training.policies import (
     ParamGroup,
     channel_weights,
@@ -22,24 +20,14 @@ from medusa_train.training.policies import (
     head_weight_factor,
     prepare_backbone,
 )
-from medusa_train.training.prepare import load_training_rows
-from medusa_train.training.state import RunFolder
 from medusa_train.training.trainer import MedusaTrainer
 from tests.tiny import tiny_model
-from tests.training.support import recipe_of, write_world
+from tests.training.support import recipe_of, trainer_of, write_world
 
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return write_world(tmp_path_factory.mktemp("world"))
-
-
-def trainer_of(world: dict[str, str], output: Path, policy="heads_only", **changes) -> MedusaTrainer:
-    recipe = recipe_of(world, output, policy, **changes)
-    run = RunFolder.of(recipe)
-    run.open(recipe, restart=True)
-    base = load_base(world["base"], dtype="float32")
-    return build_trainer(recipe, base, load_training_rows(recipe, base), run, None)
 
 
 def test_the_private_hook_still_exists_and_is_called_where_the_counts_are_needed() -> None:
@@ -123,16 +111,6 @@ def test_a_parameter_in_no_group_or_in_two_is_named() -> None:
     assert "a is trainable and in 2" in error.value.what
     assert "b is trainable and in 0" in error.value.what
     assert "c is frozen and in an optimizer group" in error.value.what
-
-
-def test_a_loss_that_is_not_finite_stops_the_run_with_step_rows_and_counts(world: dict, tmp_path: Path) -> None:
-    trainer = trainer_of(world, tmp_path / "out")
-    trainer.model.heads.projections[0].weight.data[3, 0] = float("nan")
-    with pytest.raises(UserError) as error:
-        trainer.train()
-    assert error.value.where.startswith("step 1, rows ") and "data.jsonl:" in error.value.where
-    assert "head0 nan over" in error.value.what
-    assert not list(trainer.run.state.glob("checkpoint-*"))
 
 
 @pytest.mark.parametrize(
