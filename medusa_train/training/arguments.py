@@ -64,6 +64,7 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
         "project": "medusa-train",
         "seed": 0,
         "dataloader_pin_memory": cuda,
+        "accelerator_config": {"non_blocking": cuda},  # a batch's copy does not wait for the step before it
         "ddp_find_unused_parameters": False,
         **recipe.training,
     }
