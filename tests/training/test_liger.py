@@ -133,6 +133,7 @@ def test_the_trainee_hands_every_head_to_liger_and_ranks_one_row_in_the_stride(
     monkeypatch: pytest.MonkeyPatch, biased: bool
 ) -> None:
     install(monkeypatch)
+    torch.manual_seed(3)
     trainee, hidden, labels = trainee_of("liger", nn.Linear(SIZE, VOCABULARY, bias=biased))
     found = trainee(labels, hidden=hidden)
     assert calls == [(ROWS, SIZE)] * 3
@@ -156,6 +157,7 @@ def test_what_liger_cannot_do_goes_to_the_fused_loss(monkeypatch: pytest.MonkeyP
     from peft import LoraConfig, get_peft_model
 
     install(monkeypatch)
+    torch.manual_seed(3)
     adapted = get_peft_model(nn.Sequential(nn.Linear(SIZE, VOCABULARY)), LoraConfig(r=2, target_modules=["0"]))
     for lm_head, soft in (
         (nn.Linear(SIZE, VOCABULARY), {"soft_tokens": torch.randint(0, VOCABULARY, (3, ROWS, 2)),
