@@ -75,13 +75,13 @@ def test_a_cache_of_the_same_content_is_used_whatever_the_rows_are_called(base: 
 def test_a_held_out_file_that_changed_is_not_scored_on_old_labels(world: dict, tmp_path: Path) -> None:
     """The run is begun anew over the cache of the run before it; two words of an answer have changed places."""
     heldout = tmp_path / "heldout.jsonl"
-    line = '{"messages": [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "%s"}]}\n'
-    heldout.write_text(line % "sky and blue and plums")
+    line = '{"id": "h", "messages": [{"role": "user", "content": "go on"}, {"role": "assistant", "content": "%s"}]}\n'
+    heldout.write_text(line % "go sky and plums on")
     data = {"train": [world["data"]], "heldout": [str(heldout)], "max_length": 96}
     policy = {"kind": "heads_only", "cache": {"enabled": True, "folder": str(tmp_path / "cache")}}
     recipe = recipe_of(world, tmp_path / "out", policy, data=data, training={"max_steps": 1})
     fit(recipe)
-    heldout.write_text(line % "plums and blue and sky")
+    heldout.write_text(line % "go plums and sky on")
     with pytest.raises(UserError, match="made for something else: rows") as error:
         fit(recipe, restart=True)
     assert error.value.where.endswith("heldout")
