@@ -67,6 +67,9 @@ def training_arguments(recipe: Recipe, run: RunFolder, *, has_heldout: bool, bas
         "ddp_find_unused_parameters": False,
         **recipe.training,
     }
+    # A pinned batch is copied without waiting for the step before it.
+    pinned = cuda and values["dataloader_pin_memory"] and not values.get("use_cpu")
+    values.setdefault("accelerator_config", {"non_blocking": bool(pinned)})
     if "bf16" not in values and "fp16" not in values:
         # accelerate ignores fp16 on a CPU; there the products of a half-precision base's heads run in fp32.
         values["bf16"], values["fp16"] = base_dtype == torch.bfloat16, base_dtype == torch.float16 and cuda

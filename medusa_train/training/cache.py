@@ -11,6 +11,7 @@ behind a row, so no mask is needed and the states do not depend on what a row wa
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,11 +30,11 @@ from medusa_train.console import progress, say
 from medusa_train.dataset.rows import TokenRow
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import hidden_states
-from medusa_train.provenance import canonical_json, fsync_folder, sha256_json, write_atomic
+from medusa_train.provenance import canonical_json, fsync_folder, write_atomic
 from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
 
 INDEX = "index.json"
-FORMAT = 1
+FORMAT = 2  # 1: `rows` was a hash over lengths and sums of ids, blind to their order and to the mask
 
 
 @dataclass(frozen=True)
@@ -57,11 +58,26 @@ def cache_key(
     base: Any, data_hash: str | None, rows: Sequence[TokenRow], shifts: Sequence[int], options: CacheSection
 ) -> CacheKey:
     """The key for these rows on this backbone; a quantized backbone's states are another cache."""
-    digest = sha256_json([[row.id, len(row.input_ids), int(np.asarray(row.input_ids, np.int64).sum())] for row in rows])
     backbone = f"{base.fingerprint}{'' if base.quantization is None else ':' + base.quantization}:{base.model.dtype}"
     return CacheKey(
-        backbone, str(data_hash), digest, tuple(shifts), "bfloat16", options.shard_rows, options.forward_tokens
+        backbone,
+        str(data_hash),
+        rows_digest(rows),
+        tuple(shifts),
+        "bfloat16",
+        options.shard_rows,
+        options.forward_tokens,
     )
+
+
+def rows_digest(rows: Sequence[TokenRow]) -> str:
+    """Hex sha256 over length, token ids and loss mask of every row, in order: all of a row that a cache depends on."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row.input_ids).to_bytes(8, "little"))  # where a row ends is content too
+        digest.update(np.ascontiguousarray(row.input_ids, "<i4"))
+        digest.update(np.ascontiguousarray(row.loss_mask, np.uint8))
+    return digest.hexdigest()
 
 
 def row_targets(row: TokenRow, shifts: Sequence[int]) -> tuple[Tensor, Tensor]:

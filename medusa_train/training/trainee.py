@@ -243,24 +243,25 @@ class Trainee(nn.Module):
     def _cross_entropy(
         self, projection: Projection, labels_M: Tensor, options: FusedOptions, soft: tuple[Tensor, Tensor] | None
     ) -> tuple[LossTerms, Any]:
-        if self.objective.implementation == "reference":
-            return losses.cross_entropy_terms(dense_logits(projection), labels_M), None
-        if self.objective.implementation == "liger" and len(projection.products) == 1 and soft is None:
-            from medusa_train.training.liger import liger_cross_entropy
-
-            return liger_cross_entropy(projection, labels_M), None
+        # The rows have the computation's dtype already; autocast would round the reference's fp32 logits to it again.
         with torch.autocast(labels_M.device.type, enabled=False):
+            if self.objective.implementation == "reference":
+                return losses.cross_entropy_terms(dense_logits(projection), labels_M), None
+            if self.objective.implementation == "liger" and len(projection.products) == 1 and soft is None:
+                from medusa_train.training.liger import liger_cross_entropy
+
+                return liger_cross_entropy(projection, labels_M, options)
             return fused.fused_cross_entropy(projection, labels_M, options, soft)
 
     def _kl(self, teacher_MD: Tensor, student_MD: Tensor, labels_M: Tensor, options: FusedOptions) -> LossTerms:
         with adapter_off(self.backbone):
             teacher = projection_of(self.projection, teacher_MD)
         student = projection_of(self.projection, student_MD)
-        if self.objective.implementation == "reference":
-            with torch.no_grad():
-                teacher_logits = dense_logits(teacher)
-            return losses.reference_kl_terms(teacher_logits, dense_logits(student), labels_M)
         with torch.autocast(labels_M.device.type, enabled=False):
+            if self.objective.implementation == "reference":
+                with torch.no_grad():
+                    teacher_logits = dense_logits(teacher)
+                return losses.reference_kl_terms(teacher_logits, dense_logits(student), labels_M)
             return fused.fused_kl(teacher, student, labels_M, options)
 
 

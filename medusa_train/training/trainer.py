@@ -108,7 +108,9 @@ class MedusaTrainer(Trainer):
     ) -> Any:
         """sum_c lambda_c S_c / N_c of this micro-batch, times the number of processes."""
         weights = torch.tensor(channel_weights(self.recipe, self.state.global_step, self.state.max_steps))
-        scale_C = weights.to(num_items_in_batch.device) / num_items_in_batch.clamp(min=1) * self.args.world_size
+        # A blocking copy would wait for all that the device has still to do.
+        weights = weights.to(num_items_in_batch.device, non_blocking=True)
+        scale_C = weights / num_items_in_batch.clamp(min=1) * self.args.world_size
         known = None if self.args.fp16 else scale_C  # a gradient scaler multiplies what arrives
         outputs = model(**{name: inputs[name] for name in FORWARD if name in inputs}, expected=known)
         loss = (outputs["sums"] * scale_C).sum()

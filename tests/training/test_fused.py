@@ -68,11 +68,12 @@ def test_cross_entropy_equals_the_reference(
     assert worst(list(wanted), list(torch.autograd.grad(0.3 * fused.sum, leaves))) < 1e-5
 
 
-def test_bf16_rows_stay_within_a_stated_bound() -> None:
+@pytest.mark.parametrize(("scale", "softcap"), itertools.product((1.0, 0.5), (None, 5.0)))
+def test_bf16_rows_stay_within_a_stated_bound(scale: float, softcap: float | None) -> None:
     """bf16 has 8 bits: values within 2^-9 of the reference's, gradients within 2^-6 of their largest entry."""
     leaves, labels = inputs(torch.bfloat16)
-    reference = cross_entropy_terms(dense_logits(projection(leaves, 1.0, None)), labels)
-    fused, _ = fused_cross_entropy(projection(leaves, 1.0, None), labels, FusedOptions(8))
+    reference = cross_entropy_terms(dense_logits(projection(leaves, scale, softcap)), labels)
+    fused, _ = fused_cross_entropy(projection(leaves, scale, softcap), labels, FusedOptions(8))
     assert fused.sum.item() == pytest.approx(reference.sum.item(), rel=2**-9)
     wanted, found = (torch.autograd.grad(term.sum, leaves) for term in (reference, fused))
     assert worst([g.float() for g in wanted], [g.float() for g in found]) < 2**-6
@@ -170,19 +171,24 @@ def test_any_shape_equals_the_reference(rows: int, vocabulary: int, chunk: int, 
         assert torch.allclose(left, right, rtol=1e-4, atol=1e-5)
 
 
+# Shared heads without a block have nothing to train: recipes refuse them.
 CASES = [
-    ("llama", "own", 1), ("llama-tied", "own", 0), ("llama-tied", "shared", 1), ("llama", "shared", 3),
-    ("llama", "reduced", 2), ("gemma2", "own", 1), ("gemma2", "shared", 2), ("granite", "reduced", 1),
-    ("phi", "own", 1),
-]  # fmt: skip
+    (family, contract, layers)
+    for family, contract, layers in itertools.product(
+        ("llama", "llama-tied", "gemma2", "granite", "phi"), ("own", "shared", "reduced"), range(4)
+    )
+    if (contract, layers) != ("shared", 0)
+]
 
 
 @pytest.mark.parametrize(("family", "contract", "layers"), CASES)
 def test_the_trainee_s_losses_and_gradients_are_the_reference_s(family: str, contract: str, layers: int) -> None:
-    """Own, shared and reduced heads; tied and untied; soft-capped (gemma2), scaled (granite), with bias (phi)."""
-    model = tiny_model(family)
+    """Own, shared and reduced heads of 0 to 3 blocks; tied, soft-capped (gemma2), scaled (granite), with bias (phi)."""
+    model = tiny_model(family).requires_grad_(False)
     base = output_projection(model)
     token_map = torch.arange(1, 64, 2) if contract == "reduced" else None
+    if family == "phi":  # it starts at zero, where leaving it out would not show
+        torch.nn.init.normal_(base.bias)
     bias = contract != "shared" and base.bias is not None
     size = None if token_map is None else len(token_map)
     config = HeadsConfig(contract, 3, layers, base.hidden_size, base.vocab_size, size, bias)
@@ -200,32 +206,6 @@ def test_the_trainee_s_losses_and_gradients_are_the_reference_s(family: str, con
     assert fused.item() == pytest.approx(reference.item(), rel=1e-5)
     wanted, found = (torch.autograd.grad(total, parameters) for total in (reference, fused))
     assert worst(list(wanted), list(found)) < 1e-5
-    assert all(not parameter.requires_grad or parameter.grad is None for parameter in model.parameters())
-
-
-def test_logits_of_more_than_a_chunk_are_never_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor made while the loss runs is smaller than two chunks of logits."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            nonlocal largest
-            result = func(*args, **(kwargs or {}))
-            for value in result if isinstance(result, tuple | list) else (result,):
-                if isinstance(value, Tensor):
-                    largest = max(largest, value.numel())
-            return result
-
-    rows, vocabulary, chunk = 512, 2000, 16
-    x = torch.randn(rows, 4, requires_grad=True)
-    w = torch.randn(vocabulary, 4, requires_grad=True)
-    with Watch():
-        fused_cross_entropy(Projection(((x, w),)), torch.zeros(rows, dtype=torch.int64), FusedOptions(chunk))[
-            0
-        ].sum.backward()
-    assert largest <= 2 * chunk * vocabulary < rows * vocabulary / 8
 
 
 def test_an_adapter_on_the_lm_head_is_seen_by_shared_heads() -> None:

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import ast
+import re
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
 
+from medusa_train.dataset.rows import TokenRow
+from medusa_train.training import losses
+from medusa_train.training.batches import BinCollator
+from medusa_train.training.cache import row_targets
+from medusa_train.training.heldout import HeldOutRows
 from medusa_train.training.losses import (
     IGNORE,
     LossTerms,
@@ -124,3 +134,45 @@ def test_cross_entropy_is_torch_s() -> None:
     assert cross_entropy_terms(logits, labels).sum.item() == pytest.approx(
         F.cross_entropy(logits[kept], labels[kept], reduction="sum").item(), rel=1e-6
     )
+
+
+def test_all_that_makes_labels_follows_the_one_shift(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a shift that makes every label 7 plus the shift, batches, caches and held-out rows have such labels only."""
+    monkeypatch.setattr(losses, "shift_labels", lambda ids, mask, documents, shift: torch.full_like(ids, 7 + shift))
+    row = TokenRow(np.arange(20, 26, dtype=np.int32), np.ones(6, np.uint8), "file:1", "a")
+    heldout = next(HeldOutRows([row], (1, 2, 3), None, None).batches()).inputs
+    for labels in (
+        BinCollator((1, 2, 3), None, 1)([[row]])["labels"],
+        row_targets(row, (1, 2, 3))[1],
+        heldout["labels"],
+        heldout["targets"],
+    ):
+        assert labels.shape[0] == 3 and [set(channel) for channel in labels.tolist()] == [{8}, {9}, {10}]
+
+
+ALONG_T = re.compile(r"^(input_ids|loss_mask|labels|targets|tokens|document_ids)(_C?B?T)?$")
+
+
+def shifts_in(tree: ast.AST) -> list[str]:
+    """Reads of a part of tokens, labels, masks or document ids along T, and rolls, outside of `shift_labels`."""
+    found: list[str] = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.FunctionDef) and node.name == "shift_labels":
+            continue
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Load):
+            name = ast.unparse(node.value).split(".")[-1]
+            last = node.slice.elts[-1] if isinstance(node.slice, ast.Tuple) else node.slice
+            if isinstance(last, ast.Slice) and (last.lower or last.upper) and ALONG_T.match(name):
+                found.append(ast.unparse(node))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("roll", "narrow"):
+            found.append(ast.unparse(node))
+        found += shifts_in(node)
+    return found
+
+
+def test_nothing_else_in_training_shifts_tokens_labels_or_masks() -> None:
+    for path in sorted(Path(losses.__file__).parent.glob("*.py")):
+        assert shifts_in(ast.parse(path.read_text())) == [], path.name
+    source = Path(losses.__file__).read_text()
+    assert len(shifts_in(ast.parse(source.replace("def shift_labels", "def other")))) == 4, "the search finds the shift"
+    assert len(shifts_in(ast.parse("batch.input_ids_BT[:, 1:]; labels.roll(-1, 1); labels[index, part]"))) == 2
