@@ -39,7 +39,24 @@ def test_the_height_of_a_run_is_what_lives_and_its_largest_moment() -> None:
 def write_rows(path: Path) -> None:
     """Conversations of about 480 tokens, 40 % of them supervised, no two alike."""
     chance = random.Random(0)
-    words = "the quick brown fox jumps over a lazy dog and then it goes home to sleep".split()
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "and",
+        "then",
+        "it",
+        "goes",
+        "home",
+        "to",
+        "sleep",
+    ]
     with path.open("w") as file:
         for number in range(40):
             said = [(role, " ".join(chance.choices(words, k=k))) for role, k in (("user", 280), ("assistant", 200))]
