@@ -9,7 +9,7 @@ Memory of the loss over 1,024 rows, by chunk (32, 128, 512): V = 32,000: 5, 10, 
 from __future__ import annotations
 
 import torch
-from bench_training import extra_memory
+from bench_training import step_memory
 
 from medusa_train.console import human_bytes, table
 from medusa_train.training.fused import FusedOptions, Projection, fused_cross_entropy
@@ -30,7 +30,7 @@ def by_vocabulary(rows: int = 1024, size: int = 64) -> None:
                 fused_cross_entropy(projection, labels, FusedOptions(chunk))[0].sum.backward()
 
             fused()
-            line.append(human_bytes(extra_memory(fused)))
+            line.append(human_bytes(step_memory(fused)[0]))
         line.append(human_bytes(rows * vocabulary * (2 + 4 + 4)))
         lines.append(line)
     columns = ["V", "chunk 32", "chunk 128", "chunk 512", "all logits (bf16, fp32, gradient), by formula"]

@@ -1,4 +1,4 @@
-"""Training speed and memory on SmolLM2-135M (bf16, 40 % of the positions supervised), arms interleaved.
+"""Training speed and memory on SmolLM2-135M (bf16, by default 40 % of the positions supervised), arms interleaved.
 
     python scripts/bench_training.py --base smollm2-135m --shape 4x1024x5 --rounds 3      (B x T x K)
     python scripts/bench_training.py --base smollm2-135m --shape 2x512x3 --rounds 5
@@ -77,7 +77,6 @@ from medusa_train.training.fused import FusedOptions
 from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
 from medusa_train.training.trainee import Objective, Trainee
 
-SUPERVISED = 0.4
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
 
 
@@ -100,7 +99,7 @@ def shape_of(asked: argparse.Namespace) -> tuple[int, int, int]:
 
 
 def make_world(asked: argparse.Namespace) -> World:
-    """SmolLM2 (or another base), heads with fp32 masters, random ids; each row supervised in one run of 40 %."""
+    """SmolLM2 (or another base), heads with fp32 masters, random ids; each row supervised in one run at its end."""
     torch.manual_seed(0)
     batch, length, num_heads = shape_of(asked)
     model = load_base(asked.base, dtype="bfloat16").model.requires_grad_(False)
@@ -111,7 +110,7 @@ def make_world(asked: argparse.Namespace) -> World:
     heads = new_heads(config, projection, token_map, dtype=torch.float32)
     ids_BT = torch.randint(0, config.projection_rows, (batch, length))
     mask_BT = torch.zeros_like(ids_BT)
-    mask_BT[:, int(length * (1 - SUPERVISED)) :] = 1
+    mask_BT[:, length - round(length * asked.supervised) :] = 1
     labels = channel_labels(ids_BT, mask_BT, torch.zeros_like(ids_BT), [j + 2 for j in range(num_heads)])
     optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-4, fused=True)
     return World(model, heads, optimizer, ids_BT, labels, asked.chunk_rows)
@@ -249,13 +248,14 @@ def resident() -> tuple[int, int]:
     return found["VmRSS"], found["VmHWM"]
 
 
-def extra_memory(step: Callable[[], None], gradients: int = 0) -> int:
-    """Bytes that one step needs above what lives between steps and its gradients."""
+def step_memory(step: Callable[[], None]) -> tuple[int, int]:
+    """(bytes that one step needs above what lives between steps, resident bytes of the process at its height)."""
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")
     before, _ = resident()
     step()
-    return resident()[1] - before - gradients
+    height = resident()[1]
+    return height - before, height
 
 
 def arms_of(world: World, asked: argparse.Namespace, names: list[str]) -> dict[str, Callable[[], None]]:
@@ -276,7 +276,7 @@ def arms_of(world: World, asked: argparse.Namespace, names: list[str]) -> dict[s
 
 
 def serve(pipe: Any, asked: argparse.Namespace, names: list[str], keep: bool) -> None:
-    """A process of some arms: answers (arm, whether to measure memory) with (seconds, CPU seconds) or bytes."""
+    """A process of some arms: answers (arm, whether to measure memory) with seconds (wall, CPU) or bytes (extra, all)."""
     if keep:
         keep_freed_memory()  # as `medusa-train fit` does
     torch.set_num_threads(asked.threads)
@@ -287,7 +287,8 @@ def serve(pipe: Any, asked: argparse.Namespace, names: list[str], keep: bool) ->
     while (order := pipe.recv()) is not None:
         name, memory = order
         if memory:
-            pipe.send(extra_memory(arms[name], gradients))
+            rise, height = step_memory(arms[name])
+            pipe.send((rise - gradients, height))
             continue
         began, cpu = time.perf_counter(), time.process_time()
         arms[name]()
@@ -321,7 +322,9 @@ def run_arms(asked: argparse.Namespace) -> tuple[int, dict[str, dict[str, list[f
     servers = [(names, *start(asked, names, keep)) for names, keep in groups if names]
     supervised = max(pipe.recv() for _, _, pipe in servers)  # all are ready once they have said it
     arms = [(name, pipe) for names, _, pipe in servers for name in names]
-    found: dict[str, dict[str, list[float]]] = {name: {"seconds": [], "cpu": [], "extra": []} for name, _ in arms}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"seconds": [], "cpu": [], "extra": [], "height": []} for name, _ in arms
+    }
     for number in range(asked.rounds + 1):
         for name, pipe in arms:
             pipe.send((name, False))
@@ -333,7 +336,9 @@ def run_arms(asked: argparse.Namespace) -> tuple[int, dict[str, dict[str, list[f
     for name, pipe in arms:  # measuring memory gives it back first, which would cost the steps time
         if "floor" not in name and "backbone" not in name:
             pipe.send((name, True))
-            found[name]["extra"].append(pipe.recv())
+            extra, height = pipe.recv()
+            found[name]["extra"].append(extra)
+            found[name]["height"].append(height)
     for _, process, pipe in servers:
         pipe.send(None)
         process.join()
@@ -346,13 +351,11 @@ def report(positions: int, supervised: int, found: dict[str, dict[str, list[floa
     for name, values in found.items():
         seconds = median[name] = statistics.median(values[clock])
         spread = f"{min(values[clock]):.2f}..{max(values[clock]):.2f}"
-        extra = human_bytes(statistics.median(values["extra"])) if values["extra"] else ""
-        rows.append(
-            [name, f"{seconds:.2f}", spread, f"{positions / seconds:.0f}", f"{supervised / seconds:.0f}", extra]
-        )
-    table(
-        f"One step ({clock})", ["arm", "median s", "spread", "positions/s", "supervised rows/s", "extra memory"], rows
-    )
+        memory = [human_bytes(statistics.median(values[kind])) if values[kind] else "" for kind in ("extra", "height")]
+        speed = [f"{positions / seconds:.0f}", f"{supervised / seconds:.0f}"]
+        rows.append([name, f"{seconds:.2f}", spread, *speed, *memory])
+    columns = ["arm", "median s", "spread", "positions/s", "supervised rows/s", "extra memory", "process in all"]
+    table(f"One step ({clock})", columns, rows)
     ratios = []
     for name in ("ours", "compiled", "cached"):
         if {"plain", name} <= median.keys():
@@ -400,6 +403,7 @@ def main() -> None:
     parser.add_argument("--shape", default="2x512x3", help="B x T x K")
     parser.add_argument("--contract", choices=["own", "shared", "reduced"], default="own")
     parser.add_argument("--reduced", type=int, default=8192, metavar="V'", help="tokens of `reduced` heads")
+    parser.add_argument("--supervised", type=float, default=0.4, help="share of the positions that is supervised")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--chunk-rows", type=int, default=2048)
