@@ -276,7 +276,7 @@ def arms_of(world: World, asked: argparse.Namespace, names: list[str]) -> dict[s
 
 
 def serve(pipe: Any, asked: argparse.Namespace, names: list[str], keep: bool) -> None:
-    """A process of some arms: answers (arm, whether to measure memory) with seconds (wall, CPU) or bytes (extra, all)."""
+    """A process of some arms: answers (arm, memory asked) with seconds (wall, CPU) or bytes (extra, in all)."""
     if keep:
         keep_freed_memory()  # as `medusa-train fit` does
     torch.set_num_threads(asked.threads)
