@@ -122,9 +122,10 @@ def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, superv
     vocabulary = heads.projection_rows if isinstance(recipe.policy, HeadsOnly) else shape.vocab
     buffers = loss_buffer_bytes(rows, vocabulary, compute, on_cpu)
     sides = 2 if isinstance(recipe.policy, SelfDistill) else 1
-    if heads.contract == "shared":
-        return sides * buffers
     projection = vocabulary * shape.hidden
+    if heads.contract == "shared":
+        # All channels train one lm_head, and each has computed its gradient before the first is added.
+        return sides * buffers + (heads.medusa_num_heads * projection * FP32 if _is_full(recipe) else 0)
     beside = int(recipe.training.get("gradient_accumulation_steps", 1)) > 1
     copies = 1 if on_cpu and compute == BF16 else 2
     return sides * buffers + projection * (copies * compute + (heads.medusa_num_heads * FP32 if beside else 0))

@@ -8,19 +8,22 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from medusa_train.checkpoint.load import load_checkpoint
+from medusa_train.config.load import load_recipe
 from medusa_train.config.recipe import Recipe
 from medusa_train.errors import UserError
+from medusa_train.modeling.sources import find_source
 from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.fit import fit, load_recipe_base
 from tests.tiny import tiny_model
 from tests.training.curves import read_curve
-from tests.training.support import entries_of, losses_of, recipe_of, write_world
+from tests.training.support import entries_of, losses_of, recipe_of, write_data, write_world
 
 ROOT = Path(__file__).parents[2]
 TINY = sorted((ROOT / "recipes").glob("tiny-*.yaml"))
@@ -46,15 +49,38 @@ def test_tiny_recipes_run_through_the_command_line(world: dict, tmp_path: Path, 
         pytest.skip("no C++ compiler")
     out = tmp_path / "heads"
     overrides = [f"base.name={world['base']}", f"data.train=[{world['data']}]", f"output_dir={out}"]
-    overrides += ["data.max_length=96", "heads.contract=own", "heads.reduced_vocab_size=null"]
-    if path.stem == "tiny-cache":
-        overrides[-2:] = ["heads.reduced_vocab_size=100"]
+    overrides += ["data.max_length=96"]
+    if path.stem == "tiny-cache":  # reduced to fewer tokens than the tiny base has
+        overrides += ["heads.reduced_vocab_size=100"]
     result = invoke("fit", "--recipe", str(path), "--no-launch", *overrides)
     assert result.exit_code == 0, (result.output, result.exception)
-    manifest = load_checkpoint(out, verify="hashes").manifest
+    check_tiny_run(path, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", TINY, ids=lambda path: path.stem)
+def test_tiny_recipes_as_they_are_on_smollm2(tmp_path: Path, path: Path) -> None:
+    """Only rows and output are others: what the header says (under a minute, the loss falls) holds."""
+    try:
+        find_source("smollm2-135m")
+    except UserError as problem:
+        pytest.skip(f"no SmolLM2 here: {problem.what}")
+    data, out = write_data(tmp_path / "rows.jsonl"), tmp_path / "heads"
+    began = time.monotonic()
+    result = invoke("fit", "--recipe", str(path), "--no-launch", f"data.train=[{data}]", f"output_dir={out}")
+    assert result.exit_code == 0, (result.output, result.exception)
+    assert time.monotonic() - began < 120, "a minute, and as much again for a busy machine"
+    check_tiny_run(path, out)
+
+
+def check_tiny_run(path: Path, out: Path) -> None:
+    manifest, recipe = load_checkpoint(out, verify="hashes").manifest, load_recipe(path)
     assert manifest.training["steps"] == 6
-    assert manifest.training["heldout"]["tokens_per_round"] >= 1.0
-    assert sorted(losses_of(out)) == [1, 2, 3, 4, 5, 6]
+    assert manifest.recipe["heads"]["contract"] == recipe.heads.contract
+    losses, entries = losses_of(out), entries_of(out)
+    assert sorted(losses) == [1, 2, 3, 4, 5, 6]
+    held = [entry["eval_head0_loss"] for entry in entries if "eval_head0_loss" in entry]
+    assert len(held) == 2 and held[1] < held[0]
 
 
 @pytest.mark.parametrize(
