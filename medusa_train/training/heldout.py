@@ -21,8 +21,8 @@ from medusa_train.dataset.rows import TokenRow
 from medusa_train.training.cache import CachedRows, _groups, row_targets
 from medusa_train.training.fused import Projection
 from medusa_train.training.losses import IGNORE
+from medusa_train.training.projections import dense_logits
 from medusa_train.training.softmax import TOP
-from medusa_train.training.trainee import dense_logits
 
 MISS, END = -1, -2
 CHUNK = 256

@@ -21,6 +21,7 @@ from medusa_train.training import fused, losses
 from medusa_train.training.fused import FusedOptions, Projection
 from medusa_train.training.ledger import CPU_PIECE_TOKENS
 from medusa_train.training.losses import LossTerms
+from medusa_train.training.projections import dense_logits, projection_of
 
 
 @dataclass(frozen=True)
@@ -273,43 +274,6 @@ def _stack_ranks(ranked: list[Any], labels: Tensor) -> dict[str, Tensor]:
         "hits": torch.stack([nothing if one is None else one.hits for one in ranked]),
         "ranked": torch.stack([zero if one is None else one.count for one in ranked]),
     }
-
-
-def projection_of(projection: OutputProjection, rows_MD: Tensor) -> Projection:
-    """The backbone's output projection of some rows, an adapter on the lm_head kept as a second, low-rank product."""
-    module = projection.module
-    bias = projection.bias
-    if not hasattr(module, "get_base_layer"):
-        return Projection(((rows_MD, _weight_of(module)),), bias, projection.scale, projection.softcap)
-    products = [(rows_MD, _weight_of(module.get_base_layer()))]
-    if not module.disable_adapters:
-        for name in module.active_adapters:
-            if name in module.lora_A:
-                dropped = module.lora_dropout[name](rows_MD)
-                narrow_Mr = nn.functional.linear(dropped, module.lora_A[name].weight.to(rows_MD.dtype))
-                products.append((narrow_Mr * module.scaling[name], module.lora_B[name].weight))
-    return Projection(tuple(products), bias, projection.scale, projection.softcap)
-
-
-def _weight_of(linear: nn.Module) -> Tensor:
-    """[V, D] in floating point; a quantized lm_head is dequantized for this use."""
-    weight = linear.weight
-    if weight.dtype.is_floating_point and getattr(weight, "quant_state", None) is None:
-        return weight
-    from medusa_train.modeling.heads import dense_projection
-
-    return dense_projection(OutputProjection(linear))[0]
-
-
-def dense_logits(projection: Projection) -> Tensor:
-    """The logits of a `Projection`, all of them: [M, V] fp32."""
-    total = sum(x.float() @ w.to(x.dtype).float().T for x, w in projection.products)
-    if projection.bias is not None:
-        total = total + projection.bias.to(projection.products[0][0].dtype).float()
-    total = total * projection.scale
-    if projection.softcap is not None:
-        total = torch.tanh(total / projection.softcap) * projection.softcap
-    return total
 
 
 @contextlib.contextmanager

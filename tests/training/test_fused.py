@@ -21,7 +21,8 @@ from medusa_train.training.losses import (
     reference_medusa_terms,
     weighted_sum,
 )
-from medusa_train.training.trainee import Objective, Trainee, dense_logits
+from medusa_train.training.projections import dense_logits
+from medusa_train.training.trainee import Objective, Trainee
 from tests.tiny import tiny_model
 
 ROWS, SIZE, VOCABULARY = 37, 16, 50
@@ -215,7 +216,7 @@ def test_an_adapter_on_the_lm_head_is_seen_by_shared_heads() -> None:
     base = output_projection(model)
     torch.nn.init.normal_(base.module.lora_B["default"].weight)
     assert isinstance(base, OutputProjection)
-    from medusa_train.training.trainee import projection_of
+    from medusa_train.training.projections import projection_of
 
     rows = torch.randn(6, base.hidden_size)
     assert torch.allclose(dense_logits(projection_of(base, rows)), base(rows), atol=1e-5)

@@ -25,7 +25,8 @@ from medusa_train.training.fused import FusedOptions, Projection
 from medusa_train.training.liger import liger_cross_entropy
 from medusa_train.training.losses import IGNORE, cross_entropy_terms
 from medusa_train.training.prepare import objective_of
-from medusa_train.training.trainee import Objective, Trainee, dense_logits
+from medusa_train.training.projections import dense_logits
+from medusa_train.training.trainee import Objective, Trainee
 
 MODULE = "liger_kernel.transformers.fused_linear_cross_entropy"
 ON_GPU = torch.cuda.is_available()

@@ -12,8 +12,8 @@ from medusa_train.errors import UserError
 from medusa_train.training.fit import fit
 from medusa_train.training.fused import FusedOptions, Projection, fused_cross_entropy
 from medusa_train.training.losses import IGNORE
+from medusa_train.training.projections import dense_logits
 from medusa_train.training.soft import sources
-from medusa_train.training.trainee import dense_logits
 from tests.training.support import losses_of, recipe_of, write_world
 
 
