@@ -90,8 +90,10 @@ def _print_step(plan, processes: int) -> None:
     flops.append(["in all", human_count(plan.total_flops_per_token)])
     table(f"FLOPs per {unit}", ["part", "FLOPs"], flops)
     memory = [[name, human_bytes(value)] for name, value in plan.memory.parts.items()]
-    memory.append(["in all", human_bytes(plan.memory.total)])
+    memory.append(["a training step in all", human_bytes(plan.memory.total)])
+    memory.append(["a held-out check", human_bytes(plan.check)])
     memory += [[what, human_bytes(value)] for what, value in plan.before.items()]
+    memory.append(["at most", human_bytes(plan.height)])
     place = "a CPU (--device cuda for a GPU)" if plan.on_cpu else "a GPU"
     title = f"Memory per process ({processes}) on {place}, micro-batch of {plan.tokens_per_step:,} {unit}s"
     table(title, ["part", "bytes"], memory)

@@ -77,6 +77,8 @@ class Calibration:
         """
         import hashlib
 
+        if not self.spans:
+            return self, self
         hashes = {span.row_id: hashlib.sha256(span.row_id.encode()).digest()[:8] for span in self.spans}
         limit = fraction * 2**64
         early = {row for row, digest in hashes.items() if int.from_bytes(digest, "big") < limit}

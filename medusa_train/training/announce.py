@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from medusa_train.training.trainer import MedusaTrainer
 
 
-def announce(trainer: MedusaTrainer) -> None:
+def announce(trainer: MedusaTrainer, expected: int) -> None:
     """Prints the optimizer's groups with names, counts and rates, the trainable total and the expected memory."""
     if not trainer.args.should_save:
         return
@@ -31,18 +31,19 @@ def announce(trainer: MedusaTrainer) -> None:
             f" ({first} .. {last}), learning rate {group.learning_rate:g}, weight decay {group.weight_decay:g}"
         )
     total = sum(group.count for group in trainer.groups)
-    say(f"trainable in all: {total:,} numbers; expected memory {human_bytes(expected_memory(trainer))}")
+    say(f"trainable in all: {total:,} numbers; expected memory {human_bytes(expected)}")
 
 
 def expected_memory(trainer: Any) -> int:
-    """Bytes of one process at the height of a step, as `plan` counts them, with the supervised share of these rows."""
+    """Bytes of one process at the height of training, as `plan` counts them, with these rows' supervised share."""
     from medusa_train.training.batches import BinDataset
     from medusa_train.training.plan import plan_recipe
 
     rows = trainer.train_dataset
     share = {"supervised_share": rows.supervised_share} if isinstance(rows, BinDataset) else {}
     place = {"processes": trainer.args.world_size, "device": trainer.args.device.type}
-    return plan_recipe(trainer.recipe, trainer.shape, **place, **share).memory.total
+    plan = plan_recipe(trainer.recipe, trainer.shape, **place, **share)
+    return plan.memory.total if trainer.heldout is None else max(plan.memory.total, plan.check)
 
 
 def dry_save(trainer: MedusaTrainer, run: RunFolder) -> None:

@@ -25,7 +25,8 @@ def check_bounds_apply(recipe: Recipe, has_heldout: bool) -> None:
     if has_heldout or isinstance(recipe.policy, HeadsOnly):
         return
     bounds = recipe.policy.drift
-    named = sorted(name for name in bounds.model_fields_set if getattr(bounds, name) is not None)
+    usual = DriftSection().model_dump()  # a dumped recipe names its defaults too
+    named = sorted(name for name, value in bounds.model_dump().items() if value is not None and value != usual[name])
     if named:
         raise UserError(
             "drift is bounded, and there are no held-out rows to measure it on",

@@ -50,7 +50,7 @@ class FiniteWatch:
     def __init__(self, channels: Sequence[str]) -> None:
         self.channels = tuple(channels)
         # Micro-batches since the last look; `_number` counts them from the beginning of the run.
-        self._recent: deque[MicroBatch] = deque(maxlen=4096)
+        self._recent: deque[MicroBatch] = deque(maxlen=512)
         self._number = 0
         self._first: Tensor | None = None
 

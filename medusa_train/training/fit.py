@@ -83,14 +83,16 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
     trainer = build_trainer(recipe, base, rows, run, replay)
     if given is None and uses_cache(recipe):
         set_backbone_aside(base)
+    expected = expected_memory(trainer)
     own = {type(callback): callback for callback in trainer.callback_handler.callbacks}
     with ExitStack() as stack:
         stack.callback(own[ConsoleCallback].close)  # the bar ends also after an error
-        result = _train(trainer, run, own[KeepBestCallback])
+        own[MemoryCallback].expected = expected
+        result = _train(trainer, run, own[KeepBestCallback], expected)
     metrics = _final_metrics(trainer, run)
     if not isinstance(recipe.policy, HeadsOnly):  # what is stored may never have met a check while training
         check_drift(recipe.policy.drift, metrics, f"the weights to be stored, after step {trainer.state.global_step}")
-    memory = {"expected_bytes": expected_memory(trainer), "peak_bytes": own[MemoryCallback].peak}
+    memory = {"expected_bytes": expected, "peak_bytes": own[MemoryCallback].peak}
     facts = {
         "seconds": round(time.monotonic() - started, 1),
         "steps": trainer.state.global_step,
@@ -260,13 +262,13 @@ def check_sharding(trainee: Trainee, arguments: Any) -> None:
         )
 
 
-def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) -> Any:
+def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback, expected: int) -> Any:
     """Prints what will be trained, checks that it can be saved, then trains or goes on."""
     if trainer.args.should_save:
         run.remove_torn()
     last = run.last_whole()
     trainer.create_optimizer()
-    announce(trainer)
+    announce(trainer, expected)
     if last is None and trainer.sharded:
         trainer.add_callback(DrySaveCallback(trainer, run))  # weights are sharded by train()
     elif last is None:
@@ -276,7 +278,9 @@ def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback) 
     if last is not None:
         keep_best.restore(last)
         say(f"going on from {last.name.replace('checkpoint-', 'step ')}")
-    return trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    result = trainer.train(resume_from_checkpoint=None if last is None else str(last))
+    trainer.watch.check_ranks(trainer.args.world_size)  # the steps after the last log
+    return result
 
 
 def _final_metrics(trainer: MedusaTrainer, run: RunFolder) -> dict[str, float]:

@@ -20,12 +20,12 @@ from torch.nn import functional as F
 from medusa_train.dataset.rows import TokenRow
 from medusa_train.training.cache import CachedRows, _groups, row_targets
 from medusa_train.training.fused import Projection
+from medusa_train.training.ledger import CHECK_ROWS, CHECK_TOKENS
 from medusa_train.training.losses import IGNORE
 from medusa_train.training.projections import dense_logits
 from medusa_train.training.softmax import TOP
 
 MISS, END = -1, -2
-CHUNK = 256
 
 
 @dataclass(frozen=True)
@@ -115,8 +115,8 @@ def score_rows(
     sums = torch.zeros(count, device=labels_CM.device)
     drift = torch.zeros(3, device=labels_CM.device)
     for index, projection in enumerate(channels):
-        for start in range(0, rows, CHUNK):
-            part = slice(start, start + CHUNK)
+        for start in range(0, rows, CHECK_ROWS):
+            part = slice(start, start + CHECK_ROWS)
             labels_m = labels_CM[index, part]
             logits_mV = dense_logits(_part(projection, part))
             sums[index] += F.cross_entropy(logits_mV, labels_m, ignore_index=IGNORE, reduction="sum")
@@ -169,7 +169,7 @@ class HeldOutRows:
         shifts: Sequence[int],
         inverse_map: Tensor | None,
         cached: CachedRows | None,
-        forward_tokens: int = 4096,
+        forward_tokens: int = CHECK_TOKENS,
     ) -> None:
         self.rows, self.shifts, self.inverse_map, self.cached = rows, tuple(shifts), inverse_map, cached
         self.forward_tokens = forward_tokens

@@ -12,6 +12,8 @@ from medusa_train.modeling.heads import HeadsConfig
 FP32, BF16 = 4, 2
 # Tokens that a frozen backbone runs at once per CPU thread: more spill out of the caches, fewer leave threads waiting.
 CPU_PIECE_TOKENS = 2048
+# Of a held-out check: rows scored at once, tokens run through the backbone at once.
+CHECK_ROWS, CHECK_TOKENS = 256, 4096
 
 
 def block_parameters(hidden_size: int) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from medusa_train.config.recipe import HeadsOnly, Joint, LoraSection, Recipe, SelfDistill
 from medusa_train.modeling.heads import HeadsConfig
 from medusa_train.training.ledger import StepMemory, block_parameters, head_training_flops
-from medusa_train.training.plan_memory import Micro, before_training, recomputes, runs_on_cpu, step_memory
+from medusa_train.training.plan_memory import Micro, before_training, check_memory, recomputes, runs_on_cpu, step_memory
 from medusa_train.training.shapes import BackboneShape
 
 
@@ -26,6 +26,7 @@ class Plan:
         supervised: supervised rows among them.
         flops_per_token: backbone and heads, forward and backward, per position (per row with a cache).
         memory: bytes of one process by part, at the height of a training step.
+        check: bytes at the height of a held-out check.
         before: bytes at the height of what comes before training, by what it is.
         on_cpu: whether memory is that of a CPU.
     """
@@ -39,12 +40,13 @@ class Plan:
     memory: StepMemory
     cached: bool
     on_cpu: bool
+    check: int
     before: dict[str, int] = field(default_factory=dict)
 
     @property
     def height(self) -> int:
         """The most that a process holds at any time."""
-        return max(self.memory.total, *self.before.values(), 0)
+        return max(self.memory.total, self.check, *self.before.values())
 
     @property
     def total_flops_per_token(self) -> float:
@@ -84,6 +86,7 @@ def plan_recipe(
     micro = Micro(tokens, batch if cached else int(tokens * supervised_share), cached)
     on_cpu = runs_on_cpu(recipe, device)
     trainable = trainable_numbers(recipe, heads, shape)
+    memory = step_memory(recipe, heads, shape, trainable, micro, processes, on_cpu)
     return Plan(
         heads=heads,
         shape=shape,
@@ -91,10 +94,11 @@ def plan_recipe(
         tokens_per_step=tokens,
         supervised=micro.supervised,
         flops_per_token=flops_per_token(recipe, heads, shape, micro.supervised / tokens, cached),
-        memory=step_memory(recipe, heads, shape, trainable, micro, processes, on_cpu),
+        memory=memory,
+        check=check_memory(recipe, heads, shape, memory, on_cpu),
         cached=cached,
         on_cpu=on_cpu,
-        before=before_training(recipe, shape, cached, on_cpu),
+        before=before_training(recipe, shape, trainable, cached, on_cpu),
     )
 
 

@@ -14,13 +14,23 @@ import torch
 from medusa_train.config.recipe import HeadsOnly, Joint, LoraSection, Recipe, SelfDistill
 from medusa_train.errors import UserError
 from medusa_train.modeling.heads import HeadsConfig
-from medusa_train.training.ledger import BF16, CPU_PIECE_TOKENS, FP32, StepMemory, loss_buffer_bytes
+from medusa_train.training.ledger import (
+    BF16,
+    CHECK_ROWS,
+    CHECK_TOKENS,
+    CPU_PIECE_TOKENS,
+    FP32,
+    StepMemory,
+    loss_buffer_bytes,
+)
 from medusa_train.training.shapes import BackboneShape
 
 QUANTIZED_BYTES = {"8bit": 1.0, "4bit": 0.55}  # NF4 with double-quantized scales
 # What lies idle between the activations that a CPU keeps for the backward pass, as a share of them: 22 % with dropout
 # and 40 % without were measured on SmolLM2 (resident memory against the tensors that autograd had saved).
 CPU_GAPS = 0.3
+# Parts of a step that live through a held-out check.
+STANDING = ("backbone weights", "lm_head", "trainable weights, fp32", "optimizer state", "freed memory that stays")
 
 
 class Micro(NamedTuple):
@@ -60,10 +70,12 @@ def step_memory(
     parts: dict[str, int] = {}
     if not micro.cached or (recipe.base.quantization and not on_cpu):
         parts["backbone weights"] = 0 if "backbone" in trainable else backbone_bytes(recipe, shape) // shards
-    elif heads.contract == "shared":
+    elif heads.contract == "shared" or not on_cpu:  # on a CPU it is a mapped file, read only by shared heads
         parts["lm_head"] = shape.vocab * shape.hidden * weight_bytes(recipe)
     parts["trainable weights, fp32"] = numbers * FP32 // shards
     parts["gradients, fp32"] = numbers * FP32 // state_shards
+    if processes > 1 and state_shards == 1:
+        parts["buckets that gradients are summed in"] = numbers * FP32
     eight_bit = "8bit" in str(recipe.training.get("optim", ""))
     parts["optimizer state"] = numbers * (2 if eight_bit else 2 * FP32) // state_shards
     parts["loss buffers"] = _loss_bytes(recipe, heads, shape, micro.supervised, on_cpu)
@@ -82,14 +94,27 @@ def step_memory(
     return StepMemory(parts)
 
 
-def before_training(recipe: Recipe, shape: BackboneShape, cached: bool, on_cpu: bool) -> dict[str, int]:
+def check_memory(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, step: StepMemory, on_cpu: bool) -> int:
+    """Bytes during a held-out check: what stays between steps, and fp32 logits of a few rows, as heldout.py scores."""
+    standing = sum(step.parts.get(name, 0) for name in STANDING)
+    vocabulary = heads.projection_rows if isinstance(recipe.policy, HeadsOnly) else shape.vocab
+    drift = not isinstance(recipe.policy, HeadsOnly)  # two sets of logits, and the probabilities of both
+    logits = CHECK_ROWS * vocabulary * FP32 * (5 if drift else 2)
+    passing = 0 if "activations" not in step.parts else passing_bytes(recipe, shape, CHECK_TOKENS, on_cpu)
+    return standing + max(logits + vocabulary * shape.hidden * FP32, passing)
+
+
+def before_training(
+    recipe: Recipe, shape: BackboneShape, trainable: dict[str, int], cached: bool, on_cpu: bool
+) -> dict[str, int]:
     """Bytes of what comes before the first step and may be more than a step: {what: bytes}."""
     weights = backbone_bytes(recipe, shape)
+    heads = FP32 * (trainable["residual blocks"] + trainable["projections"])
     if cached:
         rows = max(recipe.data.max_length, recipe.policy.cache.forward_tokens)
-        return {"while hidden states are cached": weights + activation_bytes(recipe, shape, rows, on_cpu)}
+        return {"while hidden states are cached": weights + heads + passing_bytes(recipe, shape, rows, False)}
     if recipe.training.get("fsdp") or zero_stage(recipe) >= 3:
-        return {"while every process loads the whole backbone, which is sharded afterwards": weights}
+        return {"while every process loads the whole backbone, which is sharded afterwards": weights + heads}
     return {}
 
 
@@ -133,17 +158,21 @@ def _loss_bytes(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape, superv
 
 def activation_bytes(recipe: Recipe, shape: BackboneShape, tokens: int, on_cpu: bool) -> int:
     """What the backbone keeps (trained) or holds for a moment (frozen)."""
-    compute = product_bytes(recipe)
     if isinstance(recipe.policy, HeadsOnly):
-        if on_cpu:
-            tokens = min(tokens, max(recipe.data.max_length, CPU_PIECE_TOKENS * torch.get_num_threads()))
-        # No layer outlives the next; two fp32 copies belong to the norms.
-        return tokens * (compute * (4 * shape.hidden + 3 * shape.intermediate) + 2 * FP32 * shape.hidden)
+        return passing_bytes(recipe, shape, tokens, on_cpu)
     one_layer = tokens * saved_bytes(recipe, shape, on_cpu)
     if recomputes(recipe):
         stream = FP32 if _is_full(recipe) else weight_bytes(recipe)
         return tokens * stream * shape.hidden * shape.layers + one_layer
     return one_layer * shape.layers
+
+
+def passing_bytes(recipe: Recipe, shape: BackboneShape, tokens: int, in_pieces: bool) -> int:
+    """What a forward pass that keeps nothing holds for a moment; a CPU runs a training batch in pieces."""
+    if in_pieces:
+        tokens = min(tokens, max(recipe.data.max_length, CPU_PIECE_TOKENS * torch.get_num_threads()))
+    # No layer outlives the next; two fp32 copies belong to the norms.
+    return tokens * (product_bytes(recipe) * (4 * shape.hidden + 3 * shape.intermediate) + 2 * FP32 * shape.hidden)
 
 
 def saved_bytes(recipe: Recipe, shape: BackboneShape, on_cpu: bool) -> int:

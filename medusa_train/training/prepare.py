@@ -118,8 +118,8 @@ def inverse_map_of(heads: MedusaHeads, projection: OutputProjection) -> Tensor |
     return inverse_token_map(heads.token_map.cpu(), projection.vocab_size)
 
 
-def set_backbone_aside(base: Any, device: str = "cpu") -> None:
-    """Moves what training from cached hidden states does not need off the accelerator: all but the output projection.
+def set_backbone_aside(base: Any) -> None:
+    """Lets go of what training from cached hidden states does not need: all weights but the output projection.
 
     A quantized backbone stays: its layers keep more than their parameters where they are.
     """
@@ -129,4 +129,4 @@ def set_backbone_aside(base: Any, device: str = "cpu") -> None:
     for module in base.model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in needed:
-                setattr(module, name, torch.nn.Parameter(parameter.detach().to(device), requires_grad=False))
+                setattr(module, name, torch.nn.Parameter(parameter.detach().to("meta"), requires_grad=False))

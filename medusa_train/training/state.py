@@ -28,6 +28,7 @@ from medusa_train.training.sharding import own_part, whole_tensor
 
 COMPLETE = "COMPLETE"
 TENSORS = "trainable.safetensors"
+CURVES = ("wandb", "tensorboard", "trackio")  # folders of theirs in a run folder
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class RunFolder:
     def open(self, recipe: Recipe, restart: bool) -> None:
         """Makes the folder for this recipe, or checks that it is this recipe's.
 
-        Another recipe's run that has nothing to go on from yet is replaced, its best tensors and its log included.
+        What an earlier run left that had nothing to go on from is removed, its best tensors and its log included.
+        Bounds on drift steer nothing: a run that was stopped by one goes on under another.
 
         Raises:
             UserError: it holds the run of another recipe; what differs is shown.
@@ -79,22 +81,22 @@ class RunFolder:
         except FileNotFoundError:
             old = None
         begun = self.last_whole() is not None or self.finished.is_file()
-        differs = old is not None and old != recipe.resolved()
-        if differs and begun:
+        differences = [] if old is None else diff_recipes(_without_bounds(old), _without_bounds(recipe.resolved()))
+        if differences and begun:
             raise UserError(
-                "this run was begun with another recipe: " + "; ".join(diff_recipes(old, recipe.resolved())),
+                "this run was begun with another recipe: " + "; ".join(differences),
                 where=str(self.path),
                 fix="train into another output_dir, or begin anew with --restart",
             )
-        if not begun:
-            # What a run left that never got to a checkpoint, perhaps another recipe's: nothing of it is this run's.
+        if old is not None and not begun:
+            # It never got to a checkpoint, and may have been another recipe's: nothing of it is this run's.
             self._clear()
         self.path.mkdir(parents=True, exist_ok=True)
         write_atomic(saved, json.dumps(recipe.resolved(), indent=2) + "\n")
 
     def _clear(self) -> None:
         """Removes what a run made; hidden states stay, they know themselves what they were made from."""
-        for part in (self.state, self.best):
+        for part in (self.state, self.best, *(self.path / name for name in CURVES)):
             shutil.rmtree(part, ignore_errors=True)
         for file in (self.finished, self.log):
             file.unlink(missing_ok=True)
@@ -191,3 +193,9 @@ def append_log(path: Path, entry: dict[str, Any]) -> None:
     """One line of the run's log."""
     with open(path, "a", encoding="utf-8") as handle:
         handle.write(json.dumps(entry) + "\n")
+
+
+def _without_bounds(resolved: dict[str, Any]) -> dict[str, Any]:
+    """A resolved recipe without what steers nothing, the bounds on drift."""
+    policy = {name: value for name, value in resolved["policy"].items() if name != "drift"}
+    return {**resolved, "policy": policy}

@@ -248,7 +248,8 @@ class Trainee(nn.Module):
         with torch.autocast(labels_M.device.type, enabled=False):
             if self.objective.implementation == "reference":
                 return losses.cross_entropy_terms(dense_logits(projection), labels_M), None
-            if self.objective.implementation == "liger" and len(projection.products) == 1 and soft is None:
+            plain = len(projection.products) == 1 and soft is None and labels_M.numel() > 0
+            if self.objective.implementation == "liger" and plain:
                 from medusa_train.training.liger import liger_cross_entropy
 
                 return liger_cross_entropy(projection, labels_M, options)

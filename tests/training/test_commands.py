@@ -66,16 +66,17 @@ def test_tiny_recipes_as_they_are_on_smollm2(tmp_path: Path, path: Path) -> None
     except UserError as problem:
         pytest.skip(f"no SmolLM2 here: {problem.what}")
     data, out = write_data(tmp_path / "rows.jsonl"), tmp_path / "heads"
-    began = time.monotonic()
+    began = time.process_time()
     result = invoke("fit", "--recipe", str(path), "--no-launch", f"data.train=[{data}]", f"output_dir={out}")
     assert result.exit_code == 0, (result.output, result.exception)
-    assert time.monotonic() - began < 120, "a minute, and as much again for a busy machine"
+    assert time.process_time() - began < 120, "two cores for a minute"
     check_tiny_run(path, out)
 
 
 def check_tiny_run(path: Path, out: Path) -> None:
     manifest, recipe = load_checkpoint(out, verify="hashes").manifest, load_recipe(path)
     assert manifest.training["steps"] == 6
+    assert manifest.training["heldout"]["tokens_per_round"] >= 1.0  # the command hands a replay to fit
     assert manifest.recipe["heads"]["contract"] == recipe.heads.contract
     losses, entries = losses_of(out), entries_of(out)
     assert sorted(losses) == [1, 2, 3, 4, 5, 6]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 import sys
@@ -32,12 +33,14 @@ print(meter.peak())
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's high-water mark is Linux's")
 def test_the_height_of_a_run_is_what_lives_and_its_largest_moment() -> None:
     """40 MiB live before, 100 MiB at the height: 140, whatever was freed before or is smaller."""
-    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True)
+    # Each thread that touches memory may keep its own count of it back for a while.
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", WORKER], capture_output=True, text=True, check=True, env=alone)
     assert int(done.stdout) == pytest.approx(140 << 20, abs=4 << 20)
 
 
 def write_rows(path: Path) -> None:
-    """Conversations of about 480 tokens, 40 % of them supervised, no two alike."""
+    """Conversations of 240 to 480 tokens, 40 % of them supervised, no two alike."""
     chance = random.Random(0)
     words = [
         "the",
@@ -59,20 +62,24 @@ def write_rows(path: Path) -> None:
     ]
     with path.open("w") as file:
         for number in range(40):
-            said = [(role, " ".join(chance.choices(words, k=k))) for role, k in (("user", 280), ("assistant", 200))]
+            part = chance.uniform(0.5, 1.0)
+            lengths = (("user", 280), ("assistant", 200))
+            said = [(role, " ".join(chance.choices(words, k=int(part * k)))) for role, k in lengths]
             messages = [{"role": role, "content": content} for role, content in said]
             file.write(json.dumps({"id": f"row{number}", "messages": messages}) + "\n")
 
 
+FREE = {"drift": {"max_ce_increase": None}}  # a few steps at a rate that shows
 RUNS = {
     "own": ({"kind": "heads_only"}, "own", 2, 256),
     "shared": ({"kind": "heads_only"}, "shared", 2, 256),
     "own, 4 rows": ({"kind": "heads_only"}, "own", 4, 1024),
     "shared, 4 rows": ({"kind": "heads_only"}, "shared", 4, 1024),
+    "shared, cached": ({"kind": "heads_only", "cache": {"enabled": True}}, "shared", 512, 1024),
     "own, cached": ({"kind": "heads_only", "cache": {"enabled": True}}, "own", 512, 1024),
-    "self-distilled": ({"kind": "self_distill"}, "shared", 2, 1024),
-    "joint": ({"kind": "joint"}, "own", 2, 1024),
-    "joint, all weights": ({"kind": "joint", "adapter": "none"}, "shared", 2, 1024),
+    "self-distilled": ({"kind": "self_distill", **FREE}, "shared", 2, 1024),
+    "joint": ({"kind": "joint", **FREE}, "own", 2, 1024),
+    "joint, all weights": ({"kind": "joint", "adapter": "none", **FREE}, "shared", 2, 1024),
 }
 
 
@@ -87,8 +94,8 @@ def test_a_run_on_smollm2_holds_what_was_planned(run: str, tmp_path: Path) -> No
         pytest.skip(f"no SmolLM2 here: {problem.what}")
     policy, contract, batch, chunk = RUNS[run]
     write_rows(tmp_path / "rows.jsonl")
-    training = {"per_device_train_batch_size": batch, "max_steps": 4, "learning_rate": 1e-4, "save_strategy": "no",
-                "eval_strategy": "no", "logging_steps": 1}  # fmt: skip
+    training = {"per_device_train_batch_size": batch, "max_steps": 8, "learning_rate": 1e-4, "logging_steps": 1,
+                "eval_strategy": "steps", "eval_steps": 4}  # fmt: skip
     recipe = {
         "base": {"name": "smollm2-135m", "dtype": "bfloat16"},
         "data": {"train": [str(tmp_path / "rows.jsonl")], "max_length": 512, "heldout_fraction": 0.1},
@@ -97,7 +104,7 @@ def test_a_run_on_smollm2_holds_what_was_planned(run: str, tmp_path: Path) -> No
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     words = [sys.executable, "-m", "medusa_train", "fit", "--recipe", str(tmp_path / "recipe.yaml"), "--no-launch"]
-    done = subprocess.run(words, capture_output=True, text=True)
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "heads" / "medusa_manifest.json").read_text())["training"]["memory"]
     assert memory["expected_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.15), run

@@ -177,14 +177,36 @@ def test_a_plan_for_a_gpu_is_the_same_on_any_machine() -> None:
 
 
 def test_what_comes_before_training_is_counted() -> None:
-    """Llama 3 8B in bf16 while its hidden states are cached: 8.03 G weights, 15 GiB, whatever the heads take."""
-    recipes = RECIPES[0].parent
-    cached = plan_recipe(load_recipe(recipes / "llama3-8b.yaml"), KNOWN["meta-llama/Llama-3.1-8B-Instruct"])
+    """Llama 3 8B in bf16 while its hidden states are cached, 16,384 tokens at once, and its heads lie there in fp32."""
+    recipes, shape = RECIPES[0].parent, KNOWN["meta-llama/Llama-3.1-8B-Instruct"]
+    cached = plan_recipe(load_recipe(recipes / "llama3-8b.yaml"), shape, device="cuda")
     (building,) = cached.before.values()
-    assert 8.03e9 * 2 < building == cached.height < 8.03e9 * 2 * 1.2
+    passing = 16_384 * (2 * (4 * 4096 + 3 * 14_336) + 2 * 4 * 4096)
+    assert building == 2 * shape.parameters + 4 * sum(cached.trainable.values()) + passing == cached.height
     assert "backbone weights" not in cached.memory.parts
+    assert cached.memory.parts["lm_head"] == 2 * 128_256 * 4096
     whole = plan_recipe(load_recipe(recipes / "medusa2-fsdp2.yaml"), VICUNA, processes=8)
-    assert list(whole.before.values()) == [4 * VICUNA.parameters]
+    heads = whole.trainable["residual blocks"] + whole.trainable["projections"]
+    assert list(whole.before.values()) == [4 * VICUNA.parameters + 4 * heads]
+
+
+def test_data_parallel_ranks_hold_gradients_twice() -> None:
+    recipe = load_recipe(RECIPES[0].parent / "medusa2-ddp.yaml")
+    one, eight = (plan_recipe(recipe, VICUNA, processes=count).memory for count in (1, 8))
+    assert eight.total - one.total == 4 * sum(plan_recipe(recipe, VICUNA).trainable.values())
+
+
+def test_a_held_out_check_may_need_more_than_a_step() -> None:
+    """Shared heads of SmolLM2: the lm_head once more in fp32, and logits of 256 rows with their softmax."""
+    words = ["training.per_device_train_batch_size=1", "data.max_length=64"]
+    plan = plan_recipe(
+        load_recipe(RECIPES[0].parent / "tiny-medusa1.yaml", words), KNOWN["HuggingFaceTB/SmolLM2-135M-Instruct"]
+    )
+    standing = sum(
+        plan.memory.parts[name] for name in ("backbone weights", "trainable weights, fp32", "optimizer state")
+    )
+    assert plan.check == standing + 4 * 49_152 * 576 + 2 * 4 * 256 * 49_152
+    assert plan.height == plan.check > plan.memory.total
 
 
 def test_a_deepspeed_config_that_is_not_there_is_an_error() -> None:
@@ -198,7 +220,7 @@ def test_a_backbone_set_aside_leaves_the_output_projection() -> None:
 
     for tied in (True, False):
         model = tiny_model("llama", tie_word_embeddings=tied)
-        set_backbone_aside(SimpleNamespace(model=model, quantization=None), "meta")
+        set_backbone_aside(SimpleNamespace(model=model, quantization=None))
         left = {name for name, parameter in model.named_parameters() if parameter.device.type == "cpu"}
         assert left == ({"model.embed_tokens.weight"} if tied else {"lm_head.weight"})
 

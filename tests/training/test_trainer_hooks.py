@@ -202,7 +202,7 @@ def test_what_is_said_before_the_first_step(world: dict, tmp_path: Path, capfd: 
     trainer = trainer_of(world, tmp_path / "out", {"kind": "joint", "lora": {"r": 2}, "head_lr_multiplier": 4.0})
     trainer.create_optimizer()
     capfd.readouterr()
-    announce(trainer)
+    announce(trainer, 12_345)
     text = " ".join(capfd.readouterr().err.split())
     total = sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad)
     assert f"trainable in all: {total:,} numbers; expected memory" in text
