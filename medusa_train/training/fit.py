@@ -87,7 +87,8 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
     own = {type(callback): callback for callback in trainer.callback_handler.callbacks}
     with ExitStack() as stack:
         stack.callback(own[ConsoleCallback].close)  # the bar ends also after an error
-        own[MemoryCallback].expected = expected
+        if trainer.model.objective.trains_backbone:
+            own[MemoryCallback].expected = expected
         result = _train(trainer, run, own[KeepBestCallback], expected)
     metrics = _final_metrics(trainer, run)
     if not isinstance(recipe.policy, HeadsOnly):  # what is stored may never have met a check while training

@@ -22,7 +22,7 @@ from medusa_train.training.cache import CachedRows, _groups, row_targets
 from medusa_train.training.fused import Projection
 from medusa_train.training.ledger import CHECK_ROWS, CHECK_TOKENS
 from medusa_train.training.losses import IGNORE
-from medusa_train.training.projections import dense_logits
+from medusa_train.training.projections import dense_logits, in_fp32
 from medusa_train.training.softmax import TOP
 
 MISS, END = -1, -2
@@ -114,7 +114,9 @@ def score_rows(
     ranks_CM = torch.full((count, rows), MISS, dtype=torch.int16, device=labels_CM.device)
     sums = torch.zeros(count, device=labels_CM.device)
     drift = torch.zeros(3, device=labels_CM.device)
-    for index, projection in enumerate(channels):
+    original = None if original is None else in_fp32(original)
+    for index, channel in enumerate(channels):
+        projection = in_fp32(channel)
         for start in range(0, rows, CHECK_ROWS):
             part = slice(start, start + CHECK_ROWS)
             labels_m = labels_CM[index, part]
@@ -126,6 +128,8 @@ def score_rows(
             ranks_CM[index, part] = torch.where(equal.any(1), equal.int().argmax(1), MISS).to(torch.int16)
             if index == 0 and original is not None:
                 drift += _drift(logits_mV, dense_logits(_part(original, part)), labels_m)
+            del logits_mV, ranked_mV  # before the next ones are there
+        del projection
     hits = torch.stack([(ranks_CM == rank).sum(1) for rank in range(TOP)], dim=1)
     counted = (labels_CM != IGNORE).sum(1)
     ranked = (targets_CM != IGNORE).sum(1)

@@ -67,7 +67,8 @@ class MemoryCallback(TrainerCallback):
     that the next ones do not fit into: a LoRA run on SmolLM2 that needed 2.6 GiB grew to 10 in 40 steps.
 
     Attributes:
-        expected: bytes that a step needs, as planned; what is held above that between steps is given back.
+        expected: bytes that a step needs, as planned; what is held above that between steps is given back. None where
+            nothing is kept for a backward pass through the backbone: giving back costs the next step time.
     """
 
     def __init__(self, device: torch.device) -> None:

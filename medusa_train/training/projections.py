@@ -37,10 +37,22 @@ def _weight_of(linear: nn.Module) -> Tensor:
 
 def dense_logits(projection: Projection) -> Tensor:
     """The logits of a `Projection`, all of them: [M, V] fp32."""
-    total = sum(x.float() @ w.to(x.dtype).float().T for x, w in projection.products)
+    total, *others = (x.float() @ w.to(x.dtype).float().T for x, w in projection.products)
+    for other in others:
+        total = total + other
     if projection.bias is not None:
         total = total + projection.bias.to(projection.products[0][0].dtype).float()
-    total = total * projection.scale
+    if projection.scale != 1.0:
+        total = total * projection.scale
     if projection.softcap is not None:
         total = torch.tanh(total / projection.softcap) * projection.softcap
     return total
+
+
+def in_fp32(projection: Projection) -> Projection:
+    """The same logits from fp32 tensors that hold what the products' dtype holds: one cast for many `dense_logits`."""
+    products = tuple((x.float(), w.to(x.dtype).float()) for x, w in projection.products)
+    bias = projection.bias
+    if bias is not None:
+        bias = bias.to(projection.products[0][0].dtype).float()
+    return Projection(products, bias, projection.scale, projection.softcap)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from transformers import Trainer
 
+from medusa_train.allocator import give_back_freed
 from medusa_train.config.recipe import HeadsOnly, Recipe
 from medusa_train.provenance import fsync_folder, write_atomic
 from medusa_train.training.batches import target_counts
@@ -207,6 +208,8 @@ class MedusaTrainer(Trainer):
         tables = [(np.zeros((0, heldout.num_heads), np.int16), nothing, nothing)]
         was_training = model.training
         model.eval()
+        if self.args.device.type == "cpu":  # a check's buffers have other sizes: they would stand beside a step's gaps
+            give_back_freed()
         with self.compute_loss_context_manager(), torch.no_grad():
             for number, batch in enumerate(heldout.batches(members)):
                 inputs = self._prepare_inputs(dict(batch.inputs))
@@ -217,6 +220,8 @@ class MedusaTrainer(Trainer):
                 heads = output["ranks"][-heldout.num_heads :].T.cpu().numpy()
                 tables.append((heads, batch.row_M.numpy(), batch.position_M.numpy()))
         model.train(was_training)
+        if self.args.device.type == "cpu":
+            give_back_freed()
         ranks, rows, positions = (np.concatenate(parts) for parts in zip(*tables, strict=True))
         spans = heldout.spans(ranks, rows, positions, members)
         if members is not None:

@@ -186,6 +186,11 @@ def test_folds_keep_rows_together() -> None:
     assert len(folds(spans[:1], 5)) == 1
 
 
+def test_nothing_splits_into_nothing() -> None:
+    first, second = Calibration((), 10).split()
+    assert first.spans == second.spans == ()
+
+
 def test_split_has_no_row_in_common() -> None:
     calibration = random_calibration(1, rows=20)
     first, second = calibration.split()

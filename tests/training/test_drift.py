@@ -158,3 +158,22 @@ def test_the_best_of_a_run_that_left_no_checkpoint_is_not_the_next_run_s(
         fit(recipe_of(world, tmp_path / name, training={"max_steps": 2}))
     found, wanted = (load_checkpoint(tmp_path / name).heads.state_dict() for name in ("out", "fresh"))
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_run_that_a_bound_stopped_goes_on_under_a_wider_one(world: dict, tmp_path: Path) -> None:
+    """All steps are done and saved when the last check fails: the same run with a wider bound stores them."""
+    training = {"max_steps": 3, "learning_rate": 0.05, "eval_strategy": "no", "save_strategy": "steps", "save_steps": 1}
+    narrow, wide, none = (
+        recipe_of(world, tmp_path / name, joint(max_kl=bound), training=training)
+        for name, bound in (("out", 1e-9), ("out", 1e9), ("free", None))
+    )
+    with pytest.raises(UserError, match="drifted too far"):
+        fit(narrow)
+    assert not (tmp_path / "out").exists()
+    state = RunFolder.of(narrow).state / "checkpoint-3"
+    written = state.stat().st_mtime_ns
+    fit(wide)
+    fit(none)
+    assert state.stat().st_mtime_ns == written, "no step was made again"
+    found, wanted = (load_checkpoint(tmp_path / name).heads.state_dict() for name in ("out", "free"))
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from medusa_train.errors import UserError
+from medusa_train.training import fit as fit_module
 from medusa_train.training.finite import FiniteWatch, MicroBatch, culprits
 from medusa_train.training.fit import fit
 from tests.training.support import Poison, entries_of, recipe_of, trainer_of, write_world
@@ -52,6 +53,25 @@ def test_where_it_is_noticed_later_the_first_bad_micro_batch_is_told(
     told = error.value.what.removeprefix("the loss is not finite; sums ").split(", ")
     assert [one.split(" over ")[1] for one in told] == [str(count) for count in counts]
     assert math.isnan(float(told[1].split()[1])) and math.isfinite(float(told[0].split()[1]))
+
+
+def test_steps_after_the_last_log_are_looked_at_before_anything_is_stored(
+    world: dict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = fit_module.build_trainer
+
+    def poisoned(*args, **kwargs):
+        trainer = build(*args, **kwargs)
+        trainer.add_callback(Poison(trainer, step=3))
+        monkeypatch.setattr(trainer.watch, "check", lambda _: None)  # as on an accelerator
+        return trainer
+
+    monkeypatch.setattr(fit_module, "build_trainer", poisoned)
+    training = {"logging_steps": 2, "max_steps": 3, "eval_strategy": "no", "save_strategy": "no"}
+    with pytest.raises(UserError, match="the loss is not finite") as error:
+        fit(recipe_of(world, tmp_path / "out", training=training, data={"train": [world["data"]], "max_length": 96}))
+    assert error.value.where.startswith("step 3, rows ")
+    assert not (tmp_path / "out").exists()
 
 
 def test_ranks_say_what_the_first_of_them_met(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,4 +107,5 @@ def test_a_run_on_smollm2_holds_what_was_planned(run: str, tmp_path: Path) -> No
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "2"})
     assert done.returncode == 0, done.stderr
     memory = json.loads((tmp_path / "heads" / "medusa_manifest.json").read_text())["training"]["memory"]
+    print(run, *(f"{memory[name] / 2**20:.0f} MiB" for name in ("expected_bytes", "peak_bytes")))
     assert memory["expected_bytes"] == pytest.approx(memory["peak_bytes"], rel=0.15), run
