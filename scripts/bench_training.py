@@ -43,8 +43,8 @@ What keeps a step with its backbone below its floor is the stock backbone: at 4x
 bare products take 0.18, norms, gates and rotations 0.6 s; the loss adds 0.6 s (copies between bf16 and fp32 0.2,
 softmax 0.25, turning gradients 0.1, ranks 0.05).
 
-All positions supervised, 2x512x5, one core (`--threads 1 --supervised 1.0 --contract own --clock cpu`, other work beside
-it): own heads 384 tokens/s, the process 3.0 GiB at its height; `--contract shared` 525 tokens/s and 0.8 GiB.
+All positions supervised, 2x512x5, one core (`--threads 1 --supervised 1.0 --contract own --clock cpu`, other work
+beside it): own heads 384 tokens/s, the process 3.0 GiB at its height; `--contract shared` 525 tokens/s and 0.8 GiB.
 
 Cached hidden states, 1,656 rows a step, one core, 5 heads: own 430, shared 910, reduced to 8,192 tokens 3,180 rows/s
 (`--threads 1 --shape 4x1024x5 --contract reduced`).
