@@ -88,8 +88,8 @@ def step_memory(
     if "backbone" in trainable and compute < FP32:
         parts["weights in the products' dtype"] = shape.parameters * compute
     if heads.contract != "shared" and on_cpu:
-        # `fit` keeps freed memory on a CPU, and new gradients do not always find a place in it: so many projections more
-        # were measured on SmolLM2 (tests/training/test_memory.py). Where the backbone is trained it is given back.
+        # `fit` keeps freed memory on a CPU, and new gradients do not always find a place in it: so many projections
+        # more were measured on SmolLM2 (tests/training/test_memory.py). Where the backbone trains it is given back.
         kept = 1 if micro.cached else 2 * heads.medusa_num_heads if isinstance(recipe.policy, HeadsOnly) else 2
         parts["freed memory that stays"] = kept * heads.projection_rows * shape.hidden * FP32
     if on_cpu and not isinstance(recipe.policy, HeadsOnly):
