@@ -54,7 +54,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
 import json
 import multiprocessing
 import os
@@ -69,7 +68,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from medusa_train.allocator import keep_freed_memory
+from medusa_train.allocator import give_back_freed, keep_freed_memory
 from medusa_train.console import human_bytes, say, table
 from medusa_train.modeling.backbone import hidden_states, output_projection
 from medusa_train.modeling.base import load_base
@@ -78,6 +77,7 @@ from medusa_train.provenance import environment
 from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.fused import FusedOptions
 from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
+from medusa_train.training.memory import CLEAR, resident
 from medusa_train.training.trainee import Objective, Trainee
 
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
@@ -244,20 +244,13 @@ def finish(world: World) -> None:
     world.optimizer.zero_grad(set_to_none=True)
 
 
-def resident() -> tuple[int, int]:
-    """(now, high-water mark) of resident memory in bytes."""
-    status = Path("/proc/self/status").read_text()
-    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("Vm")}
-    return found["VmRSS"], found["VmHWM"]
-
-
 def step_memory(step: Callable[[], None]) -> tuple[int, int]:
     """(bytes that one step needs above what lives between steps, resident bytes of the process at its height)."""
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before, _ = resident()
+    give_back_freed()
+    CLEAR.write_text("5")
+    before = resident()["VmRSS"]
     step()
-    height = resident()[1]
+    height = resident()["VmHWM"]
     return height - before, height
 
 

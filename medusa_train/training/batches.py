@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
@@ -28,7 +27,7 @@ class BinDataset(Dataset):
     @property
     def supervised_share(self) -> float:
         """Supervised tokens over positions, were every bin `max_length` long."""
-        supervised = sum(int(np.asarray(row.loss_mask).sum()) for one in self.bins for row in one)
+        supervised = sum(row.supervised for one in self.bins for row in one)
         return supervised / max(1, len(self.bins) * self.max_length)
 
     def __len__(self) -> int:
