@@ -122,6 +122,7 @@ def _summarise(manifest: HeadsManifest, diagnosis: Diagnosis) -> None:
         "hidden size": manifest.hidden_size,
         "vocabulary": manifest.vocab_size,
         "reduced vocabulary": manifest.reduced_vocab_size,
+        "heads see": abi.describe_sight(manifest.sees, manifest.reads_layer),
         "dtype": manifest.dtype,
         "policy": manifest.policy,
         "base": entry.name,

@@ -113,6 +113,13 @@ def _keep_hidden(target: Path, staged: Path) -> None:
 def refusals(form: ExportFormat, loaded: LoadedCheckpoint, *, with_tree: bool) -> Problems:
     """Everything in the checkpoint that this program cannot hold without loss."""
     config, problems = loaded.heads.config, Problems()
+    if config.sees != "hidden" and form.name != "medusa":
+        problems.add(
+            "config",
+            "heads",
+            f"heads that see the parent cannot go to {form.program}: its heads read the hidden state alone",
+            "train heads with `heads.sees: hidden` for this program",
+        )
     if config.contract == "reduced" and form.reduced is not None:
         problems.add(
             "config",

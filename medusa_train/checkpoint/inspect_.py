@@ -144,7 +144,7 @@ def _check_tensors(found: TensorFile, manifest: HeadsManifest, problems: Problem
             problems.add("empty", where, f"shape {list(info.shape)} holds nothing, {list(shape)} is needed", RESTORE)
         elif info.shape != shape:
             problems.add("shape", where, f"shape {list(info.shape)}, {list(shape)} is needed", RESTORE)
-        dtype = "I64" if name == abi.TOKEN_MAP_NAME else manifest.dtype
+        dtype = abi.FIXED_DTYPES.get(name, manifest.dtype)
         if info.dtype != dtype:
             problems.add("dtype", where, f"dtype {info.dtype}, {dtype} is needed", RESTORE)
     for name in found.tensors.keys() - expected.keys():

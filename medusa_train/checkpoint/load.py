@@ -175,6 +175,8 @@ def _mapped_heads(path: Path, manifest: HeadsManifest) -> Any:
         vocab_size=manifest.vocab_size,
         reduced_vocab_size=manifest.reduced_vocab_size,
         projection_bias=manifest.projection_bias,
+        sees=manifest.sees,
+        reads_layer=manifest.reads_layer,
     )
     with torch.device("meta"):
         heads = MedusaHeads(config)

@@ -58,9 +58,11 @@ class BackboneEntry(_Part):
 
 
 class HeadsManifest(_Part):
-    """ABI version 1. K = medusa_num_heads, R = medusa_num_layers, D = hidden_size, V = vocab_size (lm_head rows).
+    """ABI versions 1, 2. K = medusa_num_heads, R = medusa_num_layers, D = hidden_size, V = vocab_size (lm_head rows).
 
     Attributes:
+        sees: what heads read besides the last hidden state: nothing, or the token before the one they guess.
+        reads_layer: the middle layer whose hidden state they read as well, from 1; None: none.
         offsets: per head, how far ahead it predicts: j + 2.
         dtype: safetensors name of the heads' dtype (BF16, F16, F32, F64).
         policy: heads_only (Medusa-1), joint (Medusa-2), self_distill.
@@ -71,7 +73,7 @@ class HeadsManifest(_Part):
         files: relative path -> size and hash, every file but the manifest.
     """
 
-    abi_version: Literal[1] = 1
+    abi_version: Literal[1, 2] = 1
     kind: Literal["medusa-train heads"] = "medusa-train heads"
     created: str
     head_contract: Literal["own", "shared", "reduced"]
@@ -81,6 +83,8 @@ class HeadsManifest(_Part):
     vocab_size: int = Field(ge=2)
     reduced_vocab_size: int | None = None
     projection_bias: bool = False
+    sees: Literal["hidden", "parent"] = "hidden"
+    reads_layer: int | None = Field(default=None, ge=1)
     offsets: list[int]
     dtype: Literal["F64", "F32", "F16", "BF16"]
     backbone: BackboneEntry
@@ -98,6 +102,10 @@ class HeadsManifest(_Part):
     def _consistent(self) -> HeadsManifest:
         if self.offsets != abi.offsets(self.medusa_num_heads):
             raise ValueError(f"offsets {self.offsets} are not j + 2 per head: {abi.offsets(self.medusa_num_heads)}")
+        if (self.abi_version == abi.PLAIN_VERSION) != (self.sees == "hidden"):
+            raise ValueError(f"layout version {self.abi_version} with heads that see {self.sees!r}")
+        if self.reads_layer is not None and self.sees == "hidden":
+            raise ValueError("reads_layer belongs to heads that see the parent")
         if (self.reduced_vocab_size is not None) != (self.head_contract == "reduced"):
             raise ValueError("reduced_vocab_size belongs to the contract `reduced`, and that needs it")
         if self.policy == "heads_only" and self.backbone.changed != "none":
@@ -121,12 +129,16 @@ class HeadsManifest(_Part):
             vocab_size=self.vocab_size,
             reduced_vocab_size=self.reduced_vocab_size,
             projection_bias=self.projection_bias,
+            sees=self.sees,
+            reads_layer=self.reads_layer,
         )
 
     def sealed_bytes(self) -> bytes:
         """The file's bytes, with `manifest_sha256` filled in."""
         content = self.model_dump(mode="json")
         content["manifest_sha256"] = _ZEROS
+        if self.abi_version == abi.PLAIN_VERSION:  # programs that know version 1 alone refuse other fields
+            del content["sees"], content["reads_layer"]
         text = json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         unsealed = text.encode()
         return unsealed.replace(
@@ -135,6 +147,7 @@ class HeadsManifest(_Part):
 
     def config(self) -> dict[str, Any]:
         """What `config.json` says: the counts again, for programs and people that read no manifest."""
+        more = {} if self.sees == "hidden" else {"sees": self.sees, "reads_layer": self.reads_layer}
         return {
             "model_type": abi.MODEL_TYPE,
             "base_model_name_or_path": self.backbone.name,
@@ -147,6 +160,7 @@ class HeadsManifest(_Part):
             "projection_bias": self.projection_bias,
             "dtype": {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}[self.dtype],
             "checkpoint_abi_version": self.abi_version,
+            **more,
         }
 
 

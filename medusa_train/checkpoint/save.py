@@ -81,7 +81,7 @@ def save_checkpoint(
         manifest = HeadsManifest(
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             **_counts(heads.config),
-            dtype=next(name for name in (_DTYPE_NAMES.get(t.dtype) for t in state.values()) if name),
+            dtype=next(_DTYPE_NAMES[t.dtype] for name, t in state.items() if name not in abi.FIXED_DTYPES),
             backbone=backbone_entry(base, changed, merged_fingerprint),
             policy=policy,
             recipe=_plain(recipe),
@@ -160,6 +160,8 @@ def _checked_state(
                 "manifest", label, f"is not plain JSON: {error}", "pass numbers, text, lists and dicts; no NaN"
             )
     state = heads.state_dict()
+    if abi.HIDDEN_RMS_NAME in state:  # heads.to(dtype) has cast it with the rest
+        state[abi.HIDDEN_RMS_NAME] = state[abi.HIDDEN_RMS_NAME].float()
     _check_state(state, heads.config, problems)
     problems.raise_if_any(_REFUSED, "save")
     return {name: tensor.detach().to("cpu", copy=True).contiguous() for name, tensor in state.items()}
@@ -175,12 +177,14 @@ def _check_state(state: dict[str, Tensor], config: Any, problems: Problems) -> N
         vocab_size=config.vocab_size,
         reduced_vocab_size=config.reduced_vocab_size,
         projection_bias=config.projection_bias,
+        sees=config.sees,
+        reads_layer=config.reads_layer,
     )
     fix = "build the heads with `modeling.heads.new_heads` and train those"
     if not expected:
         problems.add("empty", "heads", f"{counts['head_contract']} heads without layers have no tensor at all", fix)
     owners: dict[tuple[int, int], str] = {}
-    dtypes = {tensor.dtype for name, tensor in state.items() if name != abi.TOKEN_MAP_NAME}
+    dtypes = {tensor.dtype for name, tensor in state.items() if name not in abi.FIXED_DTYPES}
     if len(dtypes) > 1 or not dtypes <= set(_DTYPE_NAMES):
         problems.add(
             "dtype",
@@ -223,6 +227,9 @@ def _counts(config: Any) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "reduced_vocab_size": config.reduced_vocab_size,
         "projection_bias": config.projection_bias,
+        "abi_version": abi.PLAIN_VERSION if config.sees == "hidden" else abi.ABI_VERSION,
+        "sees": config.sees,
+        "reads_layer": config.reads_layer,
         "offsets": abi.offsets(config.medusa_num_heads),
     }
 

@@ -15,13 +15,19 @@ from torch import nn
 from medusa_train.decoding.cache import PreallocatedCache
 from medusa_train.decoding.fixed import BUCKET, FixedForwards, resolve_launch
 from medusa_train.decoding.masks import TreeMasks
-from medusa_train.decoding.propose import ranks_available
+from medusa_train.decoding.propose import Descent, ranks_available
 from medusa_train.decoding.rounds import OnRound, Rounds
 from medusa_train.decoding.settings import Decoded, DecodeSettings, RoundTrace
 from medusa_train.decoding.stopping import context_limit, rope_switch
 from medusa_train.decoding.tree import DraftTree, TreeBuffers, build_buffers
 from medusa_train.errors import UserError
-from medusa_train.modeling.backbone import check_supported, decoder_of, output_projection, plain_model
+from medusa_train.modeling.backbone import (
+    check_supported,
+    decoder_of,
+    input_embeddings,
+    output_projection,
+    plain_model,
+)
 from medusa_train.modeling.heads import MedusaHeads
 from medusa_train.modeling.masks import attention_kind, attention_windows
 
@@ -68,6 +74,11 @@ class TreeDecoder:
         self.dtype = next(p.dtype for p in decoder_of(model).parameters() if p.dtype.is_floating_point)
         self.buffers = self._build_buffers()
         self.is_leaf = self.buffers.leaf_N.tolist()
+        self.descent: Descent | None = None
+        self.reads_layer: int | None = None
+        if tree.num_nodes and heads.config.sees == "parent":
+            self.descent = Descent(heads, self.projection, self.buffers, input_embeddings(model))
+            self.reads_layer = heads.config.reads_layer
         self.position_limit = context_limit(plain_model(model).config)
         self.rope_switch = rope_switch(plain_model(model).config)
         way = resolve_launch(launch, self.device)

@@ -22,7 +22,7 @@ from medusa_train.console import say
 from medusa_train.decoding.cache import PreallocatedCache
 from medusa_train.decoding.masks import TreeMasks
 from medusa_train.errors import unknown_name
-from medusa_train.modeling.backbone import hidden_states
+from medusa_train.modeling.backbone import hidden_states_and_middle
 
 if TYPE_CHECKING:
     from medusa_train.decoding.decode import TreeDecoder
@@ -75,24 +75,25 @@ class FixedForward:
         self._slots_N = torch.zeros(rows, dtype=torch.int64, device=device)
         self._mask = _copied(masks.view(0, bucket))
         self._graph: Any = None
-        self._outputs: tuple[Tensor, Tensor] | None = None
-        self._run: Callable[[], tuple[Tensor, Tensor]] = self._forward
+        self._outputs: tuple[Tensor, Tensor | None, Tensor] | None = None
+        self._run: Callable[[], tuple[Tensor, Tensor | None, Tensor]] = self._forward
         self._launch = launch
         if launch == "compile":
             self._run = torch.compile(self._forward, dynamic=False)
 
-    def _forward(self) -> tuple[Tensor, Tensor]:
-        hidden_1ND = hidden_states(
+    def _forward(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        hidden_1ND, middle_1ND = hidden_states_and_middle(
             self._decoder.model,
             self._tokens_1N,
+            reads_layer=self._decoder.reads_layer,
             attention_mask=self._mask,
             position_ids_BT=self._positions_1N,
             cache=self._cache,
         )
-        return hidden_1ND, self._decoder.projection(hidden_1ND)
+        return hidden_1ND, middle_1ND, self._decoder.projection(hidden_1ND)
 
-    def __call__(self, tokens_1N: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """(hidden_1ND, logits_1NV) of the tree's rows behind `length` committed slots.
+    def __call__(self, tokens_1N: Tensor, length: int) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(hidden_1ND, middle_1ND or None, logits_1NV) of the tree's rows behind `length` committed slots.
 
         With a graph the results are the graph's own buffers: valid until the next call.
         """
@@ -145,7 +146,7 @@ class FixedForwards:
 
     def __call__(
         self, cache: PreallocatedCache, masks: TreeMasks, tokens_1N: Tensor, length: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         """See FixedForward; the smallest bucket that holds the prefix and the tree."""
         if cache is not self._cache:
             self._cache, self._by_bucket = cache, {}

@@ -21,7 +21,7 @@ from medusa_train.decoding.settings import Decoded, DecodeSettings, RoundTrace, 
 from medusa_train.decoding.stopping import StopRules
 from medusa_train.decoding.verify import Acceptance, greedy_accept, typical_accept, walk_accept
 from medusa_train.errors import UserError
-from medusa_train.modeling.backbone import hidden_states
+from medusa_train.modeling.backbone import hidden_states_and_middle
 
 if TYPE_CHECKING:
     from medusa_train.decoding.decode import TreeDecoder
@@ -111,18 +111,22 @@ class Rounds:
             device=self.d.device,
         )
         last_B = torch.tensor(self.lengths, device=self.d.device) - 1
-        hidden_BD = None
+        hidden_BD = middle_BD = None
         for start in range(0, longest, chunk):
             ids_BT = padded[:, start : start + chunk]
             count = ids_BT.shape[1]
             self.cache.stage(start, count)
             positions = torch.arange(start, start + count, device=self.d.device).expand(len(self.answers), -1)
-            hidden_BTD = hidden_states(self.d.model, ids_BT, position_ids_BT=positions, cache=self.cache)
+            hidden_BTD, middle_BTD = hidden_states_and_middle(
+                self.d.model, ids_BT, reads_layer=self.d.reads_layer, position_ids_BT=positions, cache=self.cache
+            )
             self.cache.build_slabs()
-            here_BD = hidden_BTD[self.batch_B, (last_B - start).clamp(0, count - 1)]
+            at_B = (last_B - start).clamp(0, count - 1)
             inside_B1 = ((last_B >= start) & (last_B < start + count))[:, None]
-            hidden_BD = here_BD if hidden_BD is None else torch.where(inside_B1, here_BD, hidden_BD)
-        self.hidden_BD = hidden_BD
+            hidden_BD = _take(hidden_BTD[self.batch_B, at_B], inside_B1, hidden_BD)
+            if middle_BTD is not None:
+                middle_BD = _take(middle_BTD[self.batch_B, at_B], inside_B1, middle_BD)
+        self.hidden_BD, self.middle_BD = hidden_BD, middle_BD
         logits_BV = self.d.projection(hidden_BD)
         self.root_B = self.chooser.roots(logits_BV)
         self.roots = self.root_B.tolist()
@@ -135,11 +139,10 @@ class Rounds:
                 self._end_on_root(b, answer)
         if all(answer.finish_reason is not None for answer in self.answers):
             return False
-        candidates_BS, proposals_BJk = self._propose()
-        tokens_BN = candidates_BS.index_select(1, self.d.buffers.tree_indices_N)
+        tokens_BN, proposals_BJk = self._propose()
         self._stamp_sync()
         proposed = time.perf_counter()
-        hidden_BND, logits_BNV = self._forward(tokens_BN)
+        hidden_BND, middle_BND, logits_BNV = self._forward(tokens_BN)
         self._stamp_sync()
         forwarded = time.perf_counter()
         acceptance = self._accept(tokens_BN, logits_BNV)
@@ -150,7 +153,10 @@ class Rounds:
         paths = [[node for node in row[num_rows:-1] if node >= 0] for row in known]
         next_roots = [row[-1] for row in known]
         accepted = time.perf_counter()
-        self._commit(paths, hidden_BND, acceptance)
+        self._commit(paths, acceptance)
+        # The frontier's states are the winner's.
+        self.hidden_BD = hidden_BND[self.batch_B, acceptance.winner_B]
+        self.middle_BD = None if middle_BND is None else middle_BND[self.batch_B, acceptance.winner_B]
         done = [self._publish(b, rows_BN[b], paths[b]) for b in range(len(self.answers))]
         self.root_B, self.roots = acceptance.next_root_B, next_roots
         self._stamp_sync()
@@ -186,10 +192,15 @@ class Rounds:
             self.on_round(b, outcome)
 
     def _propose(self) -> tuple[Tensor, Tensor | None]:
-        """Candidates [B, 1 + J*k], the root in slot 0, and the heads' proposals [B, J, k]."""
+        """The tree's tokens [B, N], the root first, and the heads' proposals [B, J, k].
+
+        Heads that see the parent have no one list of proposals a depth: None, as without heads.
+        """
         root_B1 = self.root_B[:, None]
         if not self.d.tree.num_nodes:
             return root_B1, None
+        if self.d.descent is not None:
+            return self.d.descent(self.hidden_BD, self.middle_BD, self.root_B), None
         tokens_BJk = top_tokens(
             self.d.heads,
             self.hidden_BD,
@@ -197,10 +208,14 @@ class Rounds:
             num_heads=self.d.tree.depth,
             k=self.d.buffers.top_k,
         )
-        return torch.cat([root_B1, tokens_BJk.flatten(1)], dim=1), tokens_BJk
+        candidates_BS = torch.cat([root_B1, tokens_BJk.flatten(1)], dim=1)
+        return candidates_BS.index_select(1, self.d.buffers.tree_indices_N), tokens_BJk
 
-    def _forward(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
-        """(hidden_BND, logits_BNV) of the tree's rows; their keys and values are staged behind the prefix."""
+    def _forward(self, tokens_BN: Tensor) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(hidden_BND, middle_BND, logits_BNV) of the tree's rows; their K/V are staged behind the prefix.
+
+        middle_BND is the middle layer's, where the heads read one.
+        """
         buffers = self.d.buffers
         if len(self.answers) == 1:
             length = self.lengths[0]
@@ -219,10 +234,15 @@ class Rounds:
         if self.d.position_limit is not None:
             # Rows past the last position can never be published; they only must not index past the table.
             positions_BN = positions_BN.clamp(max=self.d.position_limit - 1)
-        hidden_BND = hidden_states(
-            self.d.model, tokens_BN, attention_mask=mask, position_ids_BT=positions_BN, cache=self.cache
+        hidden_BND, middle_BND = hidden_states_and_middle(
+            self.d.model,
+            tokens_BN,
+            reads_layer=self.d.reads_layer,
+            attention_mask=mask,
+            position_ids_BT=positions_BN,
+            cache=self.cache,
         )
-        return hidden_BND, self.d.projection(hidden_BND)
+        return hidden_BND, middle_BND, self.d.projection(hidden_BND)
 
     def _accept(self, tokens_BN: Tensor, logits_BNV: Tensor) -> Acceptance:
         settings, buffers = self.settings, self.d.buffers
@@ -241,13 +261,12 @@ class Rounds:
             )
         return greedy_accept(tokens_BN, logits_BNV, buffers)
 
-    def _commit(self, paths: list[list[int]], hidden_BND: Tensor, acceptance: Acceptance) -> None:
-        """Moves the winning rows behind the prefix in every layer; the frontier hidden state is the winner's."""
+    def _commit(self, paths: list[list[int]], acceptance: Acceptance) -> None:
+        """Moves the winning rows behind the prefix in every layer."""
         if len(paths) == 1:
             # The root is in place already; a + 1 rows are committed.
             self.cache.commit(self.lengths[0], paths[0][1:])
             self.lengths[0] += len(paths[0])
-            self.hidden_BD = hidden_BND[:, paths[0][-1]]
             return
         width = max(len(path) for path in paths)
         sources = [[n + row for row in path] for n, path in zip(self.lengths, paths, strict=True)]
@@ -257,13 +276,12 @@ class Rounds:
             source.extend([target[0]] * (width - len(source)))
             target.extend([target[0]] * (width - len(target)))
         if sources != targets:
-            device = hidden_BND.device
+            device = acceptance.winner_B.device
             self.cache.commit_ragged(torch.tensor(sources, device=device), torch.tensor(targets, device=device))
         for b, path in enumerate(paths):
             # A finished row stays where it is; its staged rows are overwritten by the next round's.
             if self.answers[b].finish_reason is None:
                 self.lengths[b] += len(path)
-        self.hidden_BD = hidden_BND[self.batch_B, acceptance.winner_B]
 
     def _publish(self, b: int, row_tokens: list[int], path: list[int]) -> RoundTrace | None:
         """Adds the accepted tokens to the answer, cut at a stop or at the limit."""
@@ -301,3 +319,8 @@ class Rounds:
             )
             for b, outcome in enumerate(done)
         ]
+
+
+def _take(here_BD: Tensor, inside_B1: Tensor, before_BD: Tensor | None) -> Tensor:
+    """Rows whose last token lies in this chunk of the prompt, the others as they were."""
+    return here_BD if before_BD is None else torch.where(inside_B1, here_BD, before_BD)

@@ -233,7 +233,7 @@ def test_absurd_manifests(folder: Path, text: str) -> None:
 
 
 def test_newer_layout_says_upgrade(folder: Path) -> None:
-    content = json.loads((folder / MANIFEST).read_text()) | {"abi_version": 2, "novelty": 1}
+    content = json.loads((folder / MANIFEST).read_text()) | {"abi_version": 3, "novelty": 1}
     (folder / MANIFEST).write_text(json.dumps(content))
     with pytest.raises(CheckpointError, match="upgrade") as raised:
         load_checkpoint(folder)

@@ -308,7 +308,7 @@ def test_no_checkpoint_there(tmp_path: Path) -> None:
 
 def test_manifest_is_pydantic_and_strict() -> None:
     with pytest.raises(ValueError, match="abi_version"):
-        HeadsManifest.model_validate({"abi_version": 2})
+        HeadsManifest.model_validate({"abi_version": 3})
 
 
 def test_large_files_are_hashed_on_request_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
