@@ -69,7 +69,9 @@ class Rounds:
                 decoder.rope_switch.check(len(prompt), most, decoder.tree.depth)
         self.answers = [_Answer(prompt, most) for prompt, most in zip(prompts, limits, strict=True)]
         self.chooser = Chooser.of(settings, [answer.prompt for answer in self.answers], decoder.device, processors)
-        capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + decoder.buffers.num_rows
+        # A row that ends inside a path has committed all of it, and stages its N rows behind that while others go on.
+        beyond = decoder.tree.depth + decoder.buffers.num_rows
+        capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + beyond
         self.cache, self.masks = decoder.room(len(prompts), capacity)
         self.lengths = [len(prompt) for prompt in prompts]
         self.batch_B = torch.arange(len(prompts), device=decoder.device)
