@@ -21,7 +21,7 @@ class Chooser:
         walks: the mode needs `walk_accept` (sampling, or a law that depends on the text so far).
         processors: transformers logits processors, applied to float32 logits with the whole text so far.
         generators: one per batch row, so that a row's text does not depend on its neighbours; None: argmax.
-        prompts: token ids of each row's prompt.
+        prompts: the token ids before each row's answer, as processors see them (padding included where there is any).
     """
 
     walks: bool

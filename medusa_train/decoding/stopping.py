@@ -48,7 +48,8 @@ class StopRules:
             return False
         # The prompt counts, as it does in generate.
         ids = torch.tensor([[*prompt, *generated, token]])
-        return any(bool(criterion(ids, None)[0]) for criterion in self.criteria)
+        # A criterion answers for the row or, as generate allows, with a plain bool.
+        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.criteria)
 
 
 def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
