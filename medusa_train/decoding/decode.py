@@ -35,7 +35,7 @@ class TreeDecoder:
         model: a stock decoder-only transformers model (peft-wrapped too).
         heads: None only with the empty tree.
         tree: None or the empty tree: plain decoding.
-        tokenizer: only needed for stop strings.
+        tokenizer: for stop strings, and for its own end token.
         check: run `check_supported` first.
         launch: how a round's forward is launched: `auto`, `eager`, `graph` (CUDA), `compile`, `fixed`; see fixed.py.
             Batches of more than one row run eagerly.
