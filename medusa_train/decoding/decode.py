@@ -41,7 +41,7 @@ class TreeDecoder:
         model: a stock decoder-only transformers model (peft-wrapped too).
         heads: None only with the empty tree.
         tree: None or the empty tree: plain decoding.
-        tokenizer: only needed for stop strings.
+        tokenizer: for stop strings, and for its own end token.
         check: run `check_supported` first.
         launch: how a round's forward is launched: `auto`, `eager`, `graph` (CUDA), `compile`, `fixed`; see fixed.py.
             Batches of more than one row run eagerly.
@@ -103,6 +103,7 @@ class TreeDecoder:
         trace: bool = False,
         processors: Any = None,
         stop_rules: Sequence[Callable] = (),
+        seen_prompts: Sequence[Sequence[int]] | None = None,
     ) -> list[Decoded]:
         """Continues each prompt; prompts may differ in length.
 
@@ -111,15 +112,17 @@ class TreeDecoder:
             trace: keep proposals, tree tokens and targets of every round.
             processors: transformers logits processors in place of those that the settings name.
             stop_rules: further transformers stopping criteria.
+            seen_prompts: what processors and criteria see in place of the prompts: padded rows, inside `generate`.
         """
         prompts = [[int(token) for token in prompt] for prompt in prompts]
         if not prompts or not all(prompts):
             raise UserError("a prompt with no tokens", allowed="at least one token per prompt")
+        seen = None if seen_prompts is None else [[int(token) for token in prompt] for prompt in seen_prompts]
         was_training = self.model.training
         self.model.eval()
         try:
             with torch.inference_mode():
-                return Rounds(self, prompts, settings, on_round, trace, processors, stop_rules).finish()
+                return Rounds(self, prompts, settings, on_round, trace, processors, stop_rules, seen).finish()
         finally:
             self.model.train(was_training)
 

@@ -58,7 +58,10 @@ def medusa_generate(
             seed=int(torch.randint(2**31, (1,))) if generation_config.do_sample else 0,
         )
         rules = [rule for rule in stopping_criteria if type(rule).__name__ not in BUILT_IN_RULES]
-        done = kept[0].decode(prompts, settings, processors=logits_processor, stop_rules=rules)
+        # Processors and criteria count and read the padded rows, as they do in generate.
+        done = kept[0].decode(
+            prompts, settings, processors=logits_processor, stop_rules=rules, seen_prompts=input_ids.tolist()
+        )
         return _whole(input_ids, [one.token_ids for one in done], _pad(generation_config))
 
     return decode

@@ -1,8 +1,9 @@
 """Attention masks of tree rows: every row sees the whole prefix, its ancestors and itself, within each layer's window.
 
 What a row sees depends only on how far a slot lies from the committed length, so one wide buffer per layer type holds
-all rounds: a round's mask is a view into it (or one gather, for a batch of ragged lengths). Windows are measured by
-position, that is by tree depth, not by slot.
+all rounds: a round's mask is cut out of it (or gathered, for a batch of ragged lengths). Windows are measured by
+position, that is by tree depth, not by slot. Masks and their rows begin at multiples of 16 bytes, as CUDA's attention
+kernels demand.
 
 Shape letters: B batch, N tree rows, P committed length.
 """
@@ -39,25 +40,32 @@ class TreeMasks:
         self._columns = torch.arange(capacity, device=device)
 
     def view(self, length: int, width: int | None = None) -> Any:
-        """The mask [1, 1, N, length+N] of a common committed length: views, nothing is computed.
+        """The mask [1, 1, N, length+N] of a common committed length, cut out of the wide buffer.
 
         Args:
             width: slots of the mask instead of length + N; the ones after the tree are hidden.
         """
         start = self.capacity - length
         end = start + (length + self.num_rows if width is None else width)
-        return self._pack({kind: wide[None, None, :, start:end] for kind, wide in self._wide.items()})
+        return self._pack({kind: _aligned(wide[None, None, :, start:end]) for kind, wide in self._wide.items()})
 
     def ragged(self, lengths_B: Tensor, end: int) -> Any:
         """The mask [B, 1, N, end] of batch rows with committed lengths of their own."""
         columns_BS = self.capacity - lengths_B[:, None] + self._columns[:end]
         return self._pack(
-            {kind: wide[:, columns_BS].transpose(0, 1)[:, None].contiguous() for kind, wide in self._wide.items()}
+            {kind: _aligned(wide[:, columns_BS].transpose(0, 1)[:, None]) for kind, wide in self._wide.items()}
         )
 
     @staticmethod
     def _pack(masks: dict[str, Tensor]) -> Any:
         return next(iter(masks.values())) if len(masks) == 1 else masks
+
+
+def _aligned(mask: Tensor) -> Tensor:
+    """A copy whose rows begin at multiples of 8 numbers, 16 bytes or more, whatever their width."""
+    width = mask.shape[-1]
+    room = torch.empty(*mask.shape[:-1], -(-width // 8) * 8, dtype=mask.dtype, device=mask.device)[..., :width]
+    return room.copy_(mask)
 
 
 def wide_tree_mask(buffers: TreeBuffers, capacity: int, window: int | None) -> Tensor:

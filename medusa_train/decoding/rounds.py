@@ -35,6 +35,9 @@ class _Answer:
 
     prompt: list[int]
     limit: int
+    before: list[
+        int
+    ]  # what processors and criteria see before the answer: the prompt, with its padding where it has any
     tokens: list[int] = field(default_factory=list)
     rounds: list[RoundTrace] = field(default_factory=list)
     finish_reason: str | None = None
@@ -52,6 +55,7 @@ class Rounds:
         trace: bool,
         processors: Any = None,
         stop_rules: Sequence[Callable] = (),
+        seen_prompts: list[list[int]] | None = None,
     ) -> None:
         self.d, self.settings, self.on_round, self.trace = decoder, settings, on_round, trace
         self.stop = StopRules.of(decoder.model, decoder.tokenizer, settings, stop_rules)
@@ -67,9 +71,14 @@ class Rounds:
         if decoder.rope_switch is not None:
             for prompt, most in zip(prompts, limits, strict=True):
                 decoder.rope_switch.check(len(prompt), most, decoder.tree.depth)
-        self.answers = [_Answer(prompt, most) for prompt, most in zip(prompts, limits, strict=True)]
-        self.chooser = Chooser.of(settings, [answer.prompt for answer in self.answers], decoder.device, processors)
-        capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + decoder.buffers.num_rows
+        self.answers = [
+            _Answer(prompt, most, before)
+            for prompt, most, before in zip(prompts, limits, seen_prompts or prompts, strict=True)
+        ]
+        self.chooser = Chooser.of(settings, [answer.before for answer in self.answers], decoder.device, processors)
+        # A row that ends inside a path has committed all of it, and stages its N rows behind that while others go on.
+        beyond = decoder.tree.depth + decoder.buffers.num_rows
+        capacity = max(len(p) + most for p, most in zip(prompts, limits, strict=True)) + beyond
         self.cache, self.masks = decoder.room(len(prompts), capacity)
         self.lengths = [len(prompt) for prompt in prompts]
         self.batch_B = torch.arange(len(prompts), device=decoder.device)
@@ -181,7 +190,7 @@ class Rounds:
     def _end_on_root(self, b: int, answer: _Answer) -> None:
         """A root that ends the answer is published at once: nothing after it is wanted, so no forward runs."""
         root = self.roots[b]
-        stops = self.stop.at(answer.prompt, answer.tokens, root)
+        stops = self.stop.at(answer.before, answer.tokens, root)
         if not stops and len(answer.tokens) + 1 < answer.limit:
             return
         answer.tokens.append(root)
@@ -291,7 +300,7 @@ class Rounds:
         tokens: list[int] = []
         ended = "exhausted" if self.d.is_leaf[path[-1]] else "mismatch"
         for row in path:
-            stops = self.stop.at(answer.prompt, answer.tokens, row_tokens[row])
+            stops = self.stop.at(answer.before, answer.tokens, row_tokens[row])
             answer.tokens.append(row_tokens[row])
             tokens.append(row_tokens[row])
             if stops or len(answer.tokens) >= answer.limit:

@@ -24,7 +24,8 @@ class DecodeSettings:
     Attributes:
         mode: `greedy` (exact), `typical` (a heuristic) or `sample` (exact in distribution); see PROMISES.
         max_new_tokens: exactly so many at most, the stop token counted.
-        stop_token_ids: generation ends after any of these; None: every eos id of the model's generation_config.
+        stop_token_ids: generation ends after any of these; None: every eos id of the model's generation_config, and
+            the tokenizer's where the decoder has one.
         stop_strings: generation ends after the token that completes one of these (needs the tokenizer).
         temperature: `typical` and `sample`; > 0.
         top_k, top_p, typical_p, min_p: truncations of the law in `sample`, as transformers defines them; None: off.

@@ -25,12 +25,12 @@ class StopRules:
     def of(
         cls, model: nn.Module, tokenizer: Any, settings: DecodeSettings, criteria: Sequence[Callable] = ()
     ) -> StopRules:
-        """The settings' stop tokens, else every eos id of the model's generation_config; stop strings; `criteria`.
+        """The settings' stop tokens, else those of `eos_token_ids`; stop strings; `criteria`.
 
         Raises:
             UserError: stop strings without a tokenizer.
         """
-        ids = eos_token_ids(model) if settings.stop_token_ids is None else settings.stop_token_ids
+        ids = eos_token_ids(model, tokenizer) if settings.stop_token_ids is None else settings.stop_token_ids
         if not settings.stop_strings:
             return cls(frozenset(ids), tuple(criteria))
         if tokenizer is None:
@@ -48,15 +48,18 @@ class StopRules:
             return False
         # The prompt counts, as it does in generate.
         ids = torch.tensor([[*prompt, *generated, token]])
-        return any(bool(criterion(ids, None)[0]) for criterion in self.criteria)
+        # A criterion answers for the row or, as generate allows, with a plain bool.
+        return any(bool(torch.as_tensor(criterion(ids, None)).any()) for criterion in self.criteria)
 
 
-def eos_token_ids(model: nn.Module) -> tuple[int, ...]:
-    """Every eos id of the model's generation_config (one, several or none)."""
+def eos_token_ids(model: nn.Module, tokenizer: Any = None) -> tuple[int, ...]:
+    """Every eos id of the model's generation_config (one, several or none) and the tokenizer's: distill's rule too."""
     eos = getattr(plain_model(model).generation_config, "eos_token_id", None)
-    if eos is None:
-        return ()
-    return (int(eos),) if isinstance(eos, int) else tuple(int(token) for token in eos)
+    found = [] if eos is None else [eos] if isinstance(eos, int) else list(eos)
+    own = getattr(tokenizer, "eos_token_id", None)
+    if own is not None:
+        found.append(own)
+    return tuple(dict.fromkeys(int(token) for token in found))
 
 
 def context_limit(config: Any) -> int | None:

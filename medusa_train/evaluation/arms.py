@@ -98,7 +98,9 @@ def _open(members: list[tuple[str, Path]], request: ArmRequest, options: RunOpti
     for (label, _), checkpoint in zip(members, loaded, strict=True):
         for text in request.trees:
             tree, info = _tree(text, checkpoint)
-            decoder = TreeDecoder(base.model, checkpoint.heads, tree, valid_vocab_size=len(base.tokenizer))
+            decoder = TreeDecoder(
+                base.model, checkpoint.heads, tree, tokenizer=base.tokenizer, valid_vocab_size=len(base.tokenizer)
+            )
             for mode in request.modes:
                 name = ", ".join(([label] if several else []) + [info.name, mode])
                 infos.append(
@@ -112,7 +114,7 @@ def _open(members: list[tuple[str, Path]], request: ArmRequest, options: RunOpti
                     )
                 )
                 decoders.append(_tree_decoder(decoder, mode, options))
-    plain_decoder = TreeDecoder(base.model)
+    plain_decoder = TreeDecoder(base.model, tokenizer=base.tokenizer)
     laws = dict.fromkeys("sample" if mode == "sample" else "greedy" for mode in request.modes)
     return OpenedGroup(
         info=GroupInfo(
@@ -275,6 +277,8 @@ def _generate(base: Any) -> Decoder:
     def run(prompt_ids: Sequence[int], limit: int, seed: int, on_tokens: OnTokens) -> AnswerRecord:
         import torch
 
+        from medusa_train.decoding.stopping import eos_token_ids
+
         device = base.model.get_input_embeddings().weight.device
         ids_BT = torch.tensor([list(prompt_ids)], device=device)
         started = time.perf_counter()
@@ -283,6 +287,7 @@ def _generate(base: Any) -> Decoder:
                 ids_BT,
                 attention_mask=torch.ones_like(ids_BT),
                 max_new_tokens=limit,
+                eos_token_id=list(eos_token_ids(base.model, base.tokenizer)) or None,
                 do_sample=False,
                 temperature=None,
                 top_k=None,
