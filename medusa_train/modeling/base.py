@@ -108,7 +108,7 @@ def load_base(
         # Shards go straight to the device: ranks of one machine must not each hold a whole copy in its memory first.
         arguments |= {"device_map": {"": device}}
     with waiting(f"loading {source.name}"), quiet_transformers():
-        model = _load_weights(AutoModelForCausalLM, source.folder, arguments)
+        model = load_weights(AutoModelForCausalLM, source.folder, arguments)
     check_finite(model, str(source.folder))
     model = model.eval()
     check_supported(model)
@@ -133,8 +133,12 @@ def _checked_device(device: str | None) -> str:
     return device
 
 
-def _load_weights(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> PreTrainedModel:
-    """The model of `folder`; transformers would fill in tensors that no file holds with random numbers."""
+def load_weights(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> PreTrainedModel:
+    """The model of `folder`; transformers would fill in tensors that no file holds with random numbers.
+
+    Raises:
+        UserError: weights missing, damaged or of another shape.
+    """
     from safetensors import SafetensorError
 
     damaged = "download or copy the weights again (a Git LFS pointer instead of a file: `git lfs pull`)"

@@ -111,6 +111,45 @@ def test_unknown_dtype_and_quantization(folder):
         load_base(str(folder), quantization="3bit", device="cpu")
 
 
+def test_consolidated_weights_are_no_other_model(folder):
+    original = fingerprint_folder(folder)
+    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert fingerprint_folder(folder) == original
+
+
+def test_heads_are_never_bound_to_part_of_a_model(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00003.safetensors")
+    with pytest.raises(UserError, match="model-00002-of-00003"):
+        fingerprint_folder(folder)
+
+
+@pytest.mark.parametrize("evidence", ["index", "names"])
+def test_an_interrupted_download_is_resumed(folder, tmp_path, monkeypatch, evidence):
+    import huggingface_hub
+
+    calls = []
+    whole = tmp_path / "whole"
+    shutil.copytree(folder, whole)
+    if evidence == "index":
+        index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+
+    def download(repo_id, local_files_only=False, **_):
+        calls.append(local_files_only)
+        return str(folder if local_files_only else whole)
+
+    class Api:
+        def model_info(self, *_, **__):
+            return type("Info", (), {"siblings": ()})()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert find_source("some/base").folder == whole
+    assert calls == [True, False]
+
+
 def rewrite(folder, change):
     weights = load_file(folder / "model.safetensors")
     change(weights)
