@@ -20,6 +20,7 @@ from pathlib import Path
 from medusa_train.errors import UserError
 from medusa_train.provenance import fsync_folder
 
+_ATTEMPTS = 20
 _STAGED, _RETIRED = "tmp", "old"
 _UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM, errno.EXDEV}
 
@@ -31,6 +32,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
     Errors of the disk (full, read-only, no permission) become a `UserError`; `target` is untouched by them.
     """
     target = Path(os.path.realpath(target))
+    check_not_cached(target)
     staged = None
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -38,6 +40,7 @@ def staged_folder(target: Path) -> Iterator[Path]:
         staged = _sibling(target, _STAGED)
         staged.mkdir()
         yield staged
+        _usual_modes(staged)
         fsync_tree(staged)
         _put_in_place(staged, target)
     except OSError as error:
@@ -51,10 +54,39 @@ def staged_folder(target: Path) -> Iterator[Path]:
             shutil.rmtree(staged, ignore_errors=True)
 
 
+def check_not_cached(folder: Path) -> None:
+    """Refuses to write into a snapshot of the Hugging Face hub's cache, which other programs share.
+
+    Raises:
+        UserError: `folder` is one, or lies in one.
+    """
+    folder = Path(os.path.realpath(folder))
+    for place in (folder, *folder.parents):
+        if place.parent.name == "snapshots" and place.parent.parent.name.startswith(("models--", "datasets--")):
+            raise UserError(
+                "this folder belongs to the hub's cache, and nothing is written there",
+                where=str(folder),
+                fix="make a copy of your own with `hf download OWNER/NAME --local-dir DIR` and name that folder",
+            )
+
+
+def _usual_modes(folder: Path) -> None:
+    """Gives the tensor files the mode that the process's umask gives any new file; safetensors makes them 0600."""
+    probe = folder / f".mode-{uuid.uuid4().hex}"
+    probe.touch()
+    mode = probe.stat().st_mode & 0o777
+    probe.unlink()
+    for path in folder.rglob("*.safetensors"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_nlink == 1:
+            path.chmod(mode)
+
+
 def fsync_tree(folder: Path) -> None:
     """Flushes every file below `folder`, then the folders themselves, innermost first."""
     for parent, _, names in os.walk(folder, topdown=False):
         for name in names:
+            if os.path.islink(os.path.join(parent, name)):  # somebody's link, perhaps to nowhere
+                continue
             descriptor = os.open(os.path.join(parent, name), os.O_RDONLY)
             try:
                 os.fsync(descriptor)
@@ -134,8 +166,15 @@ def _put_in_place(staged: Path, target: Path) -> None:
         os.rename(staged, target)
     elif not _exchange(staged, target):
         retired = _sibling(target, _RETIRED)
-        os.rename(target, retired)
-        os.rename(staged, target)
+        for attempt in range(_ATTEMPTS):
+            os.rename(target, retired)
+            try:
+                os.rename(staged, target)
+                break
+            except OSError as error:
+                # A reader came between the two and put the old folder back (`recover`): retire it again.
+                if error.errno not in (errno.ENOTEMPTY, errno.EEXIST) or attempt == _ATTEMPTS - 1:
+                    raise
         fsync_folder(target.parent)
         # Under its staged name it can no longer be mistaken for the other half of a cut swap while it is being removed.
         os.rename(retired, staged)

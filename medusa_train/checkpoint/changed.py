@@ -16,8 +16,11 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 MAX_SHARD = "4GB"
 
 
-def stage_adapter(target: Path, adapter: Any) -> None:
-    """Writes a PeftModel's adapter, or a saved adapter's folder, to `target` (config and safetensors, nothing else)."""
+def stage_adapter(target: Path, adapter: Any, base_name: str) -> None:
+    """Writes a PeftModel's adapter, or a saved adapter's folder, to `target` (config and safetensors, nothing else).
+
+    The adapter's config names the base where `base_name` is a hub id: peft's `AutoPeftModel` needs it.
+    """
     if isinstance(adapter, str | os.PathLike):
         source = Path(adapter)
         missing = [name for name in ADAPTER_FILES if not (source / name).is_file()]
@@ -27,16 +30,23 @@ def stage_adapter(target: Path, adapter: Any) -> None:
             )
         for name in ADAPTER_FILES:
             copy_file(source / name, target / name)
+        _name_base(target / ADAPTER_FILES[0], base_name)
         return
     # save_embedding_layers: "auto" would ask the hub, and writes a copy of the embeddings where lm_head is a target.
     adapter.save_pretrained(target, safe_serialization=True, save_embedding_layers=False)
     for leftover in target.iterdir():
         if leftover.name not in ADAPTER_FILES:
             leftover.unlink()
+    _name_base(target / ADAPTER_FILES[0], base_name)
+
+
+def _name_base(path: Path, base_name: str) -> None:
     # Where it lay on the training machine is nobody's business, and a wrong path is worse than none.
-    path = target / "adapter_config.json"
+    on_hub = base_name.count("/") == 1 and not base_name.startswith(("/", ".", "~"))
     config = json.loads(path.read_text())
-    path.write_text(json.dumps(config | {"base_model_name_or_path": None}, indent=2, sort_keys=True) + "\n")
+    path.write_text(
+        json.dumps(config | {"base_model_name_or_path": base_name if on_hub else None}, indent=2, sort_keys=True) + "\n"
+    )
 
 
 def stage_merged(target: Path, merged: Any, tokenizer: Any) -> str:

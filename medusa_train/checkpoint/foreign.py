@@ -21,6 +21,8 @@ from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.tensorfile import read_header
 from medusa_train.errors import UserError
 
+# No heads are near it; a number out of a damaged name would otherwise ask for as many tensors.
+_MOST = 255
 _PICKLED = (".pt", ".bin", ".pth")
 # What programs write beside the heads and never belongs to them.
 _NEVER_READ = ("training_args.bin", "optimizer.pt", "scheduler.pt", "modelopt_state.pth", "rng_state.pth")
@@ -99,6 +101,10 @@ def _take(found: ForeignHeads, slot: layouts.Slot, name: str, tensor: Tensor, pr
         found.token_map = tensor
         return
     found.layouts.add(slot.layout)
+    if max(slot.head, slot.layer) > _MOST or tensor.dim() == 0:
+        what = "holds a single number" if tensor.dim() == 0 else f"numbers above {_MOST} are no head's and no layer's"
+        problems.add("unexpected", name, what, _NOT_HEADS)
+        return
     if slot.kind == "block":
         table, key = found.blocks, (slot.head, slot.layer, slot.part)
     else:
@@ -157,7 +163,7 @@ def _read_pickled(path: Path, problems: Problems) -> dict[str, Tensor]:
     strangers = [
         f"{name!r}: {type(value).__name__}"
         for name, value in content.items()
-        if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout != torch.strided
+        if not isinstance(name, str) or not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta
     ]
     if strangers:
         problems.add("unsafe", path.name, f"holds more than named tensors: {', '.join(strangers[:3])}", fix)
@@ -177,6 +183,14 @@ def _weight_files(source: Path) -> list[Path]:
     tensors = sorted(source.glob("*.safetensors"))
     pickles = sorted(p for s in _PICKLED for p in source.glob(f"*{s}") if p.name not in _NEVER_READ)
     rest = [path for path in tensors if path not in named]
+    if any(source.glob("adapter_model.*")):
+        raise UserError(
+            "an adapter lies beside the heads, so they belong to a changed backbone",
+            where=str(source),
+            fix="merge the adapter into the model with peft (`merge_and_unload`) and save heads and model together",
+        )
+    if named and not rest:  # a backbone in pickles beside the heads is a changed backbone all the same
+        rest = [path for path in pickles if path.name.startswith("pytorch_model")]
     chosen = [*named[:1], *rest] or pickles
     if not chosen:
         raise UserError("no weights there", where=str(source), allowed="*.safetensors, *.pt or *.bin")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import glob
+import json
 from pathlib import Path
 
 from medusa_train.checkpoint import abi
+from medusa_train.checkpoint.inspect_ import is_pickle
 from medusa_train.errors import UserError
 
 TRANSPORTS = ("httpx", "httpx2", "httpcore", "httpcore2", "requests")
-DOWNLOADED = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "README.md")
 
 
 def download_checkpoint(name: str, revision: str | None) -> Path:
@@ -17,7 +19,11 @@ def download_checkpoint(name: str, revision: str | None) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        folder = Path(snapshot_download(name, revision=revision, allow_patterns=list(DOWNLOADED)))
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=[abi.MANIFEST_FILE, "README.md"]))
+        if (folder / abi.MANIFEST_FILE).is_file():
+            wanted = [abi.MANIFEST_FILE, "README.md", *_listed(folder / abi.MANIFEST_FILE)]
+            # The same commit for both calls, whatever is pushed in between.
+            folder = Path(snapshot_download(name, revision=folder.name, allow_patterns=wanted))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise UserError(
             f"no checkpoint folder {name!r} here, and the hub cannot give it ({type(error).__name__})",
@@ -29,6 +35,15 @@ def download_checkpoint(name: str, revision: str | None) -> Path:
             fix="heads of another program come in with `medusa-train import`",
         )
     return folder
+
+
+def _listed(manifest: Path) -> list[str]:
+    """Patterns for exactly the files that a manifest lists, no pickle among them; [] where it cannot be read."""
+    try:
+        names = list(json.loads(manifest.read_text(encoding="utf-8"))["files"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return []  # reading the checkpoint says what is wrong with it
+    return [glob.escape(str(name)) for name in names if not is_pickle(str(name))]
 
 
 def download_foreign(name: str) -> Path:

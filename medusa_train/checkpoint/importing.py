@@ -13,7 +13,7 @@ from torch import Tensor
 from medusa_train.checkpoint import abi, layouts
 from medusa_train.checkpoint.foreign import ForeignHeads, read_foreign
 from medusa_train.checkpoint.identity import BackboneId
-from medusa_train.checkpoint.inspect_ import count_non_finite
+from medusa_train.checkpoint.inspect_ import check_token_map, count_non_finite
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.rank_paths import read_tree_file
 from medusa_train.checkpoint.save import save_checkpoint
@@ -78,7 +78,7 @@ def import_heads(
     problems = Problems()
     layers = _check_complete(found, problems)
     _check_claims(found, layers, problems, trust_tensors)
-    if found.token_map is not None:
+    if found.token_map is not None and _token_map_fits(found.token_map, backbone.vocab_size, problems):
         # vLLM takes rows of the whole vocabulary too, and picks the map's rows while it loads.
         rows = found.token_map.long()
         found.projections = {
@@ -195,6 +195,17 @@ def _check_claims(found: ForeignHeads, layers: int, problems: Problems, trust_te
         found.notes.append("medusa_fc_bias is false, so vLLM dropped these biases; they are kept here")
 
 
+def _token_map_fits(token_map: Tensor, vocab: int, problems: Problems) -> bool:
+    """True where the map is a list of the vocabulary's tokens; else the reasons go to `problems`."""
+    before = len(problems.found)
+    if token_map.dim() != 1 or token_map.is_floating_point() or token_map.is_complex() or not token_map.numel():
+        what = f"{token_map.dtype} of shape {list(token_map.shape)}, a list of token numbers is needed"
+        problems.add("shape", "token_map", what, "these heads are broken; get the file again")
+    else:
+        check_token_map(token_map.long(), vocab, "token_map", problems)
+    return len(problems.found) == before
+
+
 def _check_shapes(found: ForeignHeads, backbone: BackboneId, problems: Problems) -> None:
     hidden, vocab = backbone.hidden_size, backbone.vocab_size
     fix = f"these heads are of another backbone than {backbone.name}; name theirs with --base"
@@ -209,8 +220,13 @@ def _check_shapes(found: ForeignHeads, backbone: BackboneId, problems: Problems)
             problems.add("empty", name, f"holds nothing, shape {list(shape)} is needed", fix)
         elif tuple(tensor.shape) != shape:
             problems.add("shape", name, f"shape {list(tensor.shape)}, {list(shape)} is needed for {backbone.name}", fix)
-        elif not tensor.is_floating_point():
-            problems.add("dtype", name, f"dtype {tensor.dtype}, floating point is needed", "dequantize the heads first")
+        elif not tensor.is_floating_point() or tensor.itemsize < 2:
+            problems.add(
+                "dtype",
+                name,
+                f"dtype {tensor.dtype}, floating point of 16 bits or more is needed",
+                "dequantize the heads first",
+            )
         elif count_non_finite(tensor):
             problems.add(
                 "non-finite", name, "holds NaN or infinite numbers", "these heads are broken; train them again"

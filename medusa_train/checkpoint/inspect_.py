@@ -215,6 +215,11 @@ def check_token_map(token_map: Any, vocab_size: int, where: str, problems: Probl
         problems.add("config", where, f"{repeated} tokens stand in it twice", RESTORE)
 
 
+def is_pickle(name: str) -> bool:
+    """True for a file name of a kind that could run code when read."""
+    return Path(name).suffix in _PICKLES
+
+
 def holds_pickle(folder: Path) -> list[str]:
     """Names of files below `folder` that could run code when read; nothing here ever opens one."""
-    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.suffix in _PICKLES)
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if is_pickle(path.name))

@@ -70,7 +70,7 @@ def save_checkpoint(
         if base.tokenizer is not None:
             base.tokenizer.save_pretrained(staged)
         if adapter is not None:
-            stage_adapter(staged / abi.ADAPTER_FOLDER, adapter)
+            stage_adapter(staged / abi.ADAPTER_FOLDER, adapter, base.name)
         merged_fingerprint = None
         if merged is not None:
             merged_fingerprint = stage_merged(staged / abi.BACKBONE_FOLDER, merged, base.tokenizer)

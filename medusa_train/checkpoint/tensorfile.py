@@ -171,7 +171,7 @@ def _check_layout(tensors: dict[str, TensorInfo], data_bytes: int, problems: Pro
 
 
 def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
-    """A safetensors file of torch tensors, readable for everybody (the library's own files are the owner's only).
+    """A safetensors file of torch tensors.
 
     Raises:
         OSError: the disk is full, or refuses.
@@ -187,4 +187,3 @@ def write_tensors(path: Path, tensors: dict[str, Any]) -> None:
         if number is None:
             raise
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
-    path.chmod(0o644)

@@ -10,6 +10,7 @@ from medusa_train.checkpoint.foreign import ForeignHeads, read_tensors
 from medusa_train.checkpoint.identity import BackboneId
 from medusa_train.checkpoint.problems import Problems
 from medusa_train.checkpoint.tensorfile import write_tensors
+from medusa_train.errors import UserError
 
 
 def write_full_folder(staged: Path, model: Any, tensors: dict[str, Any], config: Any) -> None:
@@ -36,12 +37,21 @@ def write_full_folder(staged: Path, model: Any, tensors: dict[str, Any], config:
 
 def changed_backbone(found: ForeignHeads, backbone: BackboneId, target: Path) -> Path | None:
     """The backbone of a whole-model folder, the heads taken out; None where it is the base, bit for bit."""
-    from medusa_train.modeling.fingerprint import weights_hash
+    from transformers import AutoModelForCausalLM
+
+    from medusa_train.modeling.base import load_weights
+    from medusa_train.modeling.fingerprint import missing_shards, weights_hash
 
     if not found.whole_model:
         if "medusa-2" in found.layouts:
             found.notes.append("named like Medusa-2 heads, but no backbone lies beside them; the base's own is assumed")
         return None
+    if found.source.is_dir() and (absent := missing_shards(found.source)):
+        raise UserError(
+            f"the model is incomplete: {', '.join(absent[:5])} missing",
+            where=str(found.source),
+            fix="download it again",
+        )
     target.mkdir(parents=True)
     files, weight_map = sorted(set(found.backbone.values())), {}
     for number, path in enumerate(files, start=1):
@@ -56,6 +66,8 @@ def changed_backbone(found: ForeignHeads, backbone: BackboneId, target: Path) ->
         index = {"metadata": {}, "weight_map": weight_map}
         (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
     (target / "config.json").write_text(json.dumps(_backbone_config(found, backbone), indent=2) + "\n")
+    # Read it once as it will be read: what the folder lacks would otherwise be made up at random.
+    load_weights(AutoModelForCausalLM, target, {"dtype": "auto"})
     found.notes.append("the backbone in the folder differs from the base: it is kept with the heads (Medusa-2)")
     return target
 

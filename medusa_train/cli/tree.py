@@ -130,9 +130,12 @@ def command(
         "quantization": quantization,
     }
     from medusa_train.checkpoint import load_checkpoint, load_with_base, store_tree
+    from medusa_train.checkpoint.atomic import check_not_cached
     from medusa_train.cli.tree_work import TreeJob, data_sha256, say_stored, show_tree
 
     known = load_checkpoint(checkpoint)
+    if store:
+        check_not_cached(known.folder)  # before the search, not after it
     options["data_sha256"] = data_sha256(known.manifest.recipe, data or [])
     if store and not again:
         present = known.tree

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -83,7 +84,8 @@ def load_base(
         attn_implementation: transformers' name (sdpa, eager, flash_attention_2, ...); its default where None.
 
     Raises:
-        UserError: unknown base, dtype or quantization; missing library; a backbone that cannot be verified on.
+        UserError: unknown base, dtype, device or quantization; missing library; weights that are missing, damaged,
+            of another shape or not finite; a backbone that cannot be verified on.
     """
     import torch
     from transformers import AutoModelForCausalLM
@@ -92,30 +94,130 @@ def load_base(
 
     if dtype not in DTYPES:
         raise UserError(f"unknown dtype {dtype!r}", allowed=", ".join(DTYPES))
+    device = _checked_device(device)
     source = find_source(name, revision=revision)
     fields = _tokenizer_fields(source, chat_template, trust_remote_code)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     arguments: dict[str, Any] = {
         "dtype": dtype if dtype == "auto" else getattr(torch, dtype),
         "trust_remote_code": trust_remote_code,
         "attn_implementation": attn_implementation or _attention_for(source.folder, trust_remote_code),
     }
     if quantization is not None:
-        arguments |= {"quantization_config": _quantization_config(quantization), "device_map": {"": device}}
+        arguments |= {"quantization_config": _quantization_config(quantization)}
+    if quantization is not None or torch.device(device).type != "cpu":
+        # Shards go straight to the device: ranks of one machine must not each hold a whole copy in its memory first.
+        arguments |= {"device_map": {"": device}}
     with waiting(f"loading {source.name}"), quiet_transformers():
-        try:
-            model = AutoModelForCausalLM.from_pretrained(source.folder, **arguments)
-        except ImportError as error:  # flash attention, mostly: transformers looks for it here and not before
-            raise UserError(
-                f"a library is missing: {error}", where=str(source.folder), fix="install it, or take sdpa for attention"
-            ) from error
-        except (ValueError, OSError, KeyError) as error:
-            raise UserError(f"the model cannot be loaded: {error}", where=str(source.folder)) from error
-    if quantization is None:
-        model = model.to(device)
+        model = load_weights(AutoModelForCausalLM, source.folder, arguments)
+    check_finite(model, str(source.folder))
     model = model.eval()
     check_supported(model)
     return Base(**fields, model=model, quantization=quantization)
+
+
+def _checked_device(device: str | None) -> str:
+    """The device asked for, or the first accelerator, else the CPU; said before anything is loaded."""
+    import torch
+
+    if device is None:
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise UserError(f"unknown device {device!r}", allowed="cpu, cuda, cuda:0, ...") from error
+    if wanted.type == "cuda" and (wanted.index or 0) >= torch.cuda.device_count():
+        raise UserError(
+            f"there is no device {device!r}: torch {torch.__version__} sees {torch.cuda.device_count()} CUDA devices",
+            fix="use --device cpu, or install a driver and a torch build for CUDA",
+        )
+    return device
+
+
+def load_weights(auto_class: Any, folder: Path, arguments: dict[str, Any]) -> PreTrainedModel:
+    """The model of `folder`; transformers would fill in tensors that no file holds with random numbers.
+
+    Raises:
+        UserError: weights missing, damaged or of another shape.
+    """
+    from safetensors import SafetensorError
+
+    damaged = "download or copy the weights again (a Git LFS pointer instead of a file: `git lfs pull`)"
+    try:
+        model, info = auto_class.from_pretrained(folder, output_loading_info=True, **arguments)
+    except ImportError as error:  # flash attention, mostly: transformers looks for it here and not before
+        raise UserError(
+            f"a library is missing: {error}", where=str(folder), fix="install it, or take sdpa for attention"
+        ) from error
+    except SafetensorError as error:
+        raise UserError(
+            f"the weights are damaged{_damaged_files(folder)}: {error}", where=str(folder), fix=damaged
+        ) from error
+    except pickle.UnpicklingError as error:
+        raise UserError(f"the weights are no torch file: {_one_line(error)}", where=str(folder), fix=damaged) from error
+    except RuntimeError as error:
+        import torch
+
+        if isinstance(error, torch.cuda.OutOfMemoryError):
+            raise
+        raise UserError(
+            f"the weights do not fit config.json: {_one_line(error)}", where=str(folder), fix=damaged
+        ) from error
+    except (ValueError, OSError, KeyError) as error:
+        raise UserError(f"the model cannot be loaded: {error}", where=str(folder)) from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise UserError(
+            f"{len(missing)} tensors of the model are in none of its weight files: {_some(missing)}",
+            where=str(folder),
+            fix=damaged,
+        )
+    return model
+
+
+def _damaged_files(folder: Path) -> str:
+    """Names the safetensors files that cannot be opened, as " (a, b)"; "" where each of them opens."""
+    from safetensors import SafetensorError, safe_open
+
+    bad = []
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            bad.append(path.name)
+    return f" ({', '.join(bad)})" if bad else ""
+
+
+def check_finite(model: Any, where: str) -> None:
+    """Refuses a model with NaN or infinite weights, naming the tensors.
+
+    Raises:
+        UserError: at least one tensor holds a number that is not finite.
+    """
+    # The extremes show any NaN and any infinity, in one pass and with no copy.
+    bad = [
+        name
+        for name, tensor in model.named_parameters()
+        if tensor.is_floating_point()
+        and tensor.itemsize > 1  # fp8 has no extremes
+        and tensor.numel()
+        and not tensor.is_meta
+        and not all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax())
+    ]
+    if bad:
+        raise UserError(
+            f"{len(bad)} tensors of the model hold NaN or infinite numbers: {_some(bad)}",
+            where=where,
+            fix="download or copy the weights again, or use the base before it was damaged",
+        )
+
+
+def _some(names: list[str], most: int = 5) -> str:
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:400]
 
 
 def _tokenizer_fields(source: Source, chat_template: str | None, trust_remote_code: bool) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A hash of what a backbone computes: config, tokenizer, chat template and every weight tensor.
+"""A hash of what a backbone computes: config, the tokenizer's vocabulary and every weight tensor.
+
+The chat template is hashed on its own (`BaseTokenizer.template_hash`); `tokenizer_config.json` is not hashed.
 
 Heads fit one backbone. Two bases of the same shape differ in this hash, and re-sharded copies of one base do not.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,24 @@ def _file_state(folder: Path) -> list[list[Any]]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors")) or sorted(folder.glob("*.bin"))
+    tensors = sorted(folder.glob("*.safetensors"))
+    # Mistral ships the same weights a second time under its own names; transformers never reads that file.
+    named = [path for path in tensors if not path.name.startswith("consolidated")]
+    return named or tensors or sorted(folder.glob("*.bin"))
+
+
+def missing_shards(folder: Path) -> list[str]:
+    """Weight files that an index, or the names of the shards that are there, promise and that are not there."""
+    promised: set[str] = set()
+    for index in [*folder.glob("*.safetensors.index.json")] or [*folder.glob("*.bin.index.json")]:
+        with contextlib.suppress(OSError, ValueError, KeyError, AttributeError, TypeError):
+            promised |= {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+    for path in _weight_files(folder):
+        numbered = re.fullmatch(r"(.+-)(\d{5})-of-(\d{5})(\.\w+)", path.name)
+        if numbered:
+            start, _, total, end = numbered.groups()
+            promised |= {f"{start}{number:05d}-of-{total}{end}" for number in range(1, int(total) + 1)}
+    return sorted(name for name in promised if not (folder / name).is_file())
 
 
 def config_hash(folder: Path) -> str:
@@ -70,6 +90,12 @@ def weights_hash(folder: Path) -> str:
     files = _weight_files(folder)
     if not files:
         raise UserError("this folder holds no weights", where=str(folder), allowed="*.safetensors (or *.bin)")
+    if absent := missing_shards(folder):
+        raise UserError(
+            f"{len(absent)} weight files are missing: {', '.join(absent[:5])}",
+            where=str(folder),
+            fix="download or copy the model again",
+        )
     if files[0].suffix == ".bin":
         return sha256_json([sha256_file(path) for path in files])
     tensors: dict[str, str] = {}

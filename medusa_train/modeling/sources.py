@@ -15,6 +15,7 @@ from pathlib import Path
 from medusa_train.config.bases import BASES, BaseAlias
 from medusa_train.console import say, waiting
 from medusa_train.errors import UserError, nearest
+from medusa_train.modeling.fingerprint import missing_shards
 from medusa_train.provenance import fsync_folder, user_cache
 
 TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -104,7 +105,8 @@ def _in_hub_cache(repo_id: str, revision: str | None, weights: bool) -> Path | N
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    """True where every shard is there: an interrupted download leaves some, and is to be resumed."""
+    return (any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))) and not missing_shards(folder)
 
 
 def _from_hub_or_package(name: str, repo_id: str, revision: str | None, weights: bool, alias: BaseAlias | None) -> Path:
@@ -143,7 +145,9 @@ def _download(repo_id: str, revision: str | None, weights: bool) -> Path:
             # Pickled weights only where the repository has no others; transformers reads them weights_only.
             patterns.append("*.safetensors" if any(n.endswith(".safetensors") for n in names) else "*.bin")
             say(f"downloading {repo_id} into the hub's cache")
-        return Path(snapshot_download(repo_id, revision=revision, allow_patterns=patterns))
+        return Path(
+            snapshot_download(repo_id, revision=revision, allow_patterns=patterns, ignore_patterns=["consolidated*"])
+        )
     except GatedRepoError as error:
         raise UserError(
             f"{repo_id} is gated", fix="accept its licence on the hub and log in with `hf auth login`"

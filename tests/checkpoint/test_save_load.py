@@ -349,3 +349,100 @@ def test_non_finite_numbers_are_counted(dtype: torch.dtype, poison: float) -> No
     values[3, 4] = values[49, 6] = poison
     assert inspect_.count_non_finite(values) == 2
     assert inspect_.count_non_finite(torch.empty(0, dtype=dtype)) == 0
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_tensor_files_have_the_mode_of_any_new_file(tmp_path: Path, umask: int) -> None:
+    """safetensors makes its files 0600, which a serving user cannot read; under umask 077 nobody else should."""
+    from safetensors.torch import save_file
+
+    before = os.umask(umask)
+    try:
+        with atomic.staged_folder(tmp_path / "all") as staged:
+            (staged / "backbone").mkdir()
+            save_file({"x": torch.ones(2)}, staged / "backbone" / "model.safetensors")
+        folder = save_toy(tmp_path / "heads")
+    finally:
+        os.umask(before)
+    for path in (tmp_path / "all" / "backbone" / "model.safetensors", folder / "medusa_heads.safetensors"):
+        assert path.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_nothing_is_written_into_the_hub_s_cache(tmp_path: Path) -> None:
+    """Replacing a snapshot's folder there broke the cache of every program on the machine."""
+    cached = tmp_path / "hub" / "models--me--heads" / "snapshots" / ("a" * 40)
+    cached.parent.mkdir(parents=True)
+    save_toy(tmp_path / "heads").rename(cached)
+    before = {path: path.stat().st_mtime_ns for path in cached.rglob("*")}
+    with pytest.raises(UserError, match="hub's cache"):
+        store_tree(cached, {"format": 1, "paths": [[0]], "method": "joint"})
+    with pytest.raises(UserError, match="hub's cache"):
+        save_toy(cached)
+    assert {path: path.stat().st_mtime_ns for path in cached.rglob("*")} == before
+
+
+def test_a_reader_between_two_renames_does_not_lose_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader heals what looks like a cut swap; the writer tries again."""
+    folder, new, rename, cuts = save_toy(tmp_path / "heads"), random_heads(seed=2), os.rename, []
+
+    def with_reader(source, target) -> None:
+        if Path(target) == folder and ".tmp-" in str(source) and not cuts:
+            cuts.append(1)
+            atomic.recover(folder)
+            assert folder.exists()
+        rename(source, target)
+
+    monkeypatch.setattr(atomic, "_exchange", lambda *_: False)
+    monkeypatch.setattr(os, "rename", with_reader)
+    save_toy(folder, new)
+    assert cuts and states_equal(new, load_checkpoint(folder, verify="hashes").heads)
+    assert os.listdir(tmp_path) == ["heads"]
+
+
+def test_a_link_to_nowhere_does_not_block_saving(tmp_path: Path) -> None:
+    folder = save_toy(tmp_path / "heads")
+    (folder / "notes").symlink_to(tmp_path / "gone")
+    save_toy(folder, random_heads(seed=2))
+    assert (folder / "notes").is_symlink()
+
+
+def test_a_checkpoint_from_the_hub_comes_with_every_file_of_its_manifest(tmp_path: Path, monkeypatch) -> None:
+    """A fixed list of endings left out tokenizer files (`*.tiktoken`, `*.py`) that the manifest names."""
+    import fnmatch
+    import shutil
+
+    import huggingface_hub
+
+    from medusa_train.checkpoint.hub import download_checkpoint
+
+    remote, local = tmp_path / "remote", tmp_path / "local"
+    remote.mkdir()
+    for name in ("qwen.tiktoken", "tokenization_x.py", "a[1].json", "stray.bin", "listed.bin", "README.md"):
+        (remote / name).write_text(name)
+    listed = ["qwen.tiktoken", "tokenization_x.py", "a[1].json", "listed.bin"]
+    (remote / "medusa_manifest.json").write_text(json.dumps({"files": {name: {} for name in listed}}))
+
+    def download(_: str, revision=None, allow_patterns=()) -> str:
+        local.mkdir(exist_ok=True)
+        for path in remote.iterdir():
+            if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
+                shutil.copy(path, local)
+        return str(local)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    found = sorted(path.name for path in download_checkpoint("me/heads", None).iterdir())
+    assert found == ["README.md", "a[1].json", "medusa_manifest.json", "qwen.tiktoken", "tokenization_x.py"]
+
+
+@pytest.mark.parametrize(("base", "named"), [("owner/base", "owner/base"), ("/home/someone/base", None)])
+def test_an_adapter_names_its_base_by_hub_id_only(tmp_path: Path, base: str, named: str | None) -> None:
+    """AutoPeftModel needs the id; a path of the training machine is nobody's business."""
+    from medusa_train.checkpoint.changed import stage_adapter
+
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/root/cache/base", "r": 4}))
+    (source / "adapter_model.safetensors").write_bytes(b"")
+    stage_adapter(tmp_path / "target", source, base)
+    config = json.loads((tmp_path / "target" / "adapter_config.json").read_text())
+    assert config == {"base_model_name_or_path": named, "r": 4}

@@ -317,6 +317,81 @@ def test_medusa_2_keeps_its_backbone(tmp_path: Path, checkpoint, base: Base, hid
         load_checkpoint(tmp_path / "out", base)
 
 
+@pytest.mark.parametrize("damage", ["shard", "tensor"])
+def test_an_incomplete_medusa_2_folder_is_refused(tmp_path: Path, checkpoint, base: Base, damage: str) -> None:
+    """What its backbone lacks was made up at random, differently at each load."""
+    folder, _ = checkpoint("own", 2, 1)
+    export_checkpoint(folder, tmp_path / "full", "hf-full")
+    full, name = tmp_path / "full", "model.layers.1.mlp.down_proj.weight"
+    shard = full / "model-00001-of-00002.safetensors"
+    tensors = load_file(shard)
+    part = {name: tensors.pop(name)}
+    save_file(tensors, shard, metadata={"format": "pt"})
+    if damage == "shard":
+        save_file(part, full / "model-00003-of-00003.safetensors", metadata={"format": "pt"})
+        index = json.loads((full / "model.safetensors.index.json").read_text())
+        index["weight_map"][name] = "model-00003-of-00003.safetensors"
+        (full / "model.safetensors.index.json").write_text(json.dumps(index))
+        (full / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(UserError, match="model-00003-of-00003" if damage == "shard" else name):
+        import_heads(full, tmp_path / "out", base=str(base.folder))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("suffix", ["pt", "safetensors"])
+def test_a_pickled_backbone_beside_the_heads_counts(tmp_path: Path, base: Base, suffix: str) -> None:
+    """It was dropped, and the heads imported as if the base were unchanged."""
+    folder = tmp_path / "fd"
+    write_fasterdecoding(folder, base, fasterdecoding_state(base, 2, 1), heads=2, layers=1, suffix=suffix)
+    config = json.loads((base.folder / "config.json").read_text()) | json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config))
+    changed = {name: tensor + 0.02 for name, tensor in base.model.state_dict().items()}
+    torch.save(changed, folder / "pytorch_model.bin")
+    assert import_heads(folder, tmp_path / "out", base=str(base.folder)).policy == "joint"
+    with torch.no_grad():
+        stored = load_with_base(tmp_path / "out")[0].model.lm_head.weight
+    assert torch.equal(stored, changed["lm_head.weight"])
+
+
+@pytest.mark.parametrize("name", ["adapter_model.bin", "adapter_model.safetensors"])
+def test_an_adapter_beside_the_heads_is_refused(tmp_path: Path, base: Base, name: str) -> None:
+    write_fasterdecoding(tmp_path / "fd", base, fasterdecoding_state(base, 2, 1), heads=2, layers=1)
+    save_file({"base_model.x.lora_A.weight": torch.ones(2, 2)}, tmp_path / "fd" / name)
+    with pytest.raises(UserError, match="an adapter lies beside the heads"):
+        import_heads(tmp_path / "fd", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "token_map", [torch.tensor([1, 2, 10**6, 3]), torch.tensor([-1, 2, 4, 3]), torch.ones(4), torch.tensor(3)]
+)
+@pytest.mark.parametrize("whole_rows", [False, True])
+def test_a_token_map_that_names_no_tokens(tmp_path: Path, base: Base, token_map: torch.Tensor, whole_rows) -> None:
+    state = fasterdecoding_state(base, 1, 1)
+    if not whole_rows:
+        state["0.1.weight"] = state["0.1.weight"][:4].clone()
+    write_fasterdecoding(tmp_path / "v", base, state | {"token_map": token_map}, heads=1, layers=1)
+    with pytest.raises(CheckpointError, match="token_map"):
+        import_heads(tmp_path / "v", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("0.0.linear.weight", torch.ones(32, 32).to(torch.float8_e4m3fn)),
+        ("0.0.linear.bias", torch.ones(32, device="meta")),
+        ("0.0.linear.bias", torch.tensor(1.0)),
+        ("300000.0.linear.weight", torch.ones(32, 32)),
+        ("0.300000.linear.weight", torch.ones(32, 32)),
+    ],
+)
+def test_odd_tensors_are_one_short_error(tmp_path: Path, base: Base, name: str, tensor: torch.Tensor) -> None:
+    state = fasterdecoding_state(base, 1, 1) | {name: tensor}
+    write_fasterdecoding(tmp_path / "fd", base, state, heads=1, layers=1)
+    with pytest.raises(CheckpointError, match=name) as raised:
+        import_heads(tmp_path / "fd", tmp_path / "out")
+    assert len(raised.value.problems) <= 2
+
+
 def test_medusa_2_with_the_base_s_own_weights_is_medusa_1(tmp_path: Path, checkpoint, base: Base) -> None:
     folder, _ = checkpoint("own", 2, 1)
     export_checkpoint(folder, tmp_path / "full", "hf-full")

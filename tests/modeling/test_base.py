@@ -111,6 +111,97 @@ def test_unknown_dtype_and_quantization(folder):
         load_base(str(folder), quantization="3bit", device="cpu")
 
 
+def test_consolidated_weights_are_no_other_model(folder):
+    original = fingerprint_folder(folder)
+    save_file({"tok_embeddings.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    assert fingerprint_folder(folder) == original
+
+
+def test_heads_are_never_bound_to_part_of_a_model(folder):
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00003.safetensors")
+    with pytest.raises(UserError, match="model-00002-of-00003"):
+        fingerprint_folder(folder)
+
+
+@pytest.mark.parametrize("evidence", ["index", "names"])
+def test_an_interrupted_download_is_resumed(folder, tmp_path, monkeypatch, evidence):
+    import huggingface_hub
+
+    calls = []
+    whole = tmp_path / "whole"
+    shutil.copytree(folder, whole)
+    if evidence == "index":
+        index = {"weight_map": {"a": "model.safetensors", "b": "other.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        (folder / "model.safetensors").rename(folder / "model-00002-of-00002.safetensors")
+
+    def download(repo_id, local_files_only=False, **_):
+        calls.append(local_files_only)
+        return str(folder if local_files_only else whole)
+
+    class Api:
+        def model_info(self, *_, **__):
+            return type("Info", (), {"siblings": ()})()
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    assert find_source("some/base").folder == whole
+    assert calls == [True, False]
+
+
+def rewrite(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
+def test_a_missing_tensor_is_never_made_up(folder):
+    name = "model.layers.1.mlp.down_proj.weight"
+    rewrite(folder, lambda weights: weights.pop(name))
+    with pytest.raises(UserError, match=name):
+        load_base(str(folder), device="cpu")
+
+
+def test_tied_embeddings_are_not_missing(tmp_path):
+    folder = save_tiny_base(tmp_path / "base", "llama-tied")
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    load_base(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("damage", ["pointer", "truncated", "empty"])
+def test_damaged_weights_name_the_file(folder, damage):
+    path = folder / "model.safetensors"
+    raw = path.read_bytes()
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:" + b"0" * 64 + b"\nsize 12345\n"
+    path.write_bytes({"pointer": pointer, "truncated": raw[: len(raw) // 2], "empty": b""}[damage])
+    with pytest.raises(UserError, match=r"model\.safetensors") as problem:
+        load_base(str(folder), device="cpu")
+    assert "git lfs pull" in str(problem.value)
+
+
+def test_a_tensor_of_another_shape_is_refused(folder):
+    name = "model.norm.weight"
+    rewrite(folder, lambda weights: weights.update({name: torch.ones(31)}))
+    with pytest.raises(UserError, match="do not fit"):
+        load_base(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.layers.0.self_attn.q_proj.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_named(folder, name, value):
+    rewrite(folder, lambda weights: weights[name].view(-1)[7:8].fill_(value))
+    with pytest.raises(UserError, match=name):
+        load_base(str(folder), device="cpu")
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:1", "gpu"])
+def test_a_device_that_is_not_there(folder, device, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(UserError, match=f"device '{device}'"):
+        load_base(str(folder), device=device)
+
+
 def test_a_config_that_is_no_json(folder):
     (folder / "config.json").write_text("{")
     with pytest.raises(UserError):
