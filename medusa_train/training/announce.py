@@ -25,9 +25,9 @@ def announce(trainer: MedusaTrainer, expected: int) -> None:
     if not trainer.args.should_save:
         return
     for group in trainer.groups:
-        first, last = group.parameters[0][0], group.parameters[-1][0]
+        first, last = group.tensors[0], group.tensors[-1]
         say(
-            f"trainable: {group.name}, {human_count(group.count)} numbers in {len(group.parameters)} tensors"
+            f"trainable: {group.name}, {human_count(group.count)} numbers in {len(group.tensors)} tensors"
             f" ({first} .. {last}), learning rate {group.learning_rate:g}, weight decay {group.weight_decay:g}"
         )
     total = sum(group.count for group in trainer.groups)
@@ -81,11 +81,13 @@ def _write_and_reload(tensors: dict[str, Tensor], run: RunFolder) -> UserError |
     return None
 
 
-class DrySaveCallback(TrainerCallback):
-    """`dry_save` of a sharded run: its weights become shards inside train(), shortly before this is called."""
+class ShardedStartCallback(TrainerCallback):
+    """What a sharded run does before its first step: its weights become shards inside train(), just before this."""
 
     def __init__(self, trainer: MedusaTrainer, run: RunFolder) -> None:
         self.trainer, self.run = trainer, run
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        dry_save(self.trainer, self.run)
+        if state.global_step == 0:
+            dry_save(self.trainer, self.run)
+        self.trainer.keep_original_rows()

@@ -18,7 +18,7 @@ from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import output_projection
 from medusa_train.modeling.base import Base, load_base
 from medusa_train.provenance import command_line, environment, write_atomic
-from medusa_train.training.announce import DrySaveCallback, announce, dry_save, expected_memory
+from medusa_train.training.announce import ShardedStartCallback, announce, dry_save, expected_memory
 from medusa_train.training.arguments import training_arguments, uses_cache
 from medusa_train.training.batches import BinCollator, BinDataset
 from medusa_train.training.cache import CachedRows, build_cache, keep_batch
@@ -270,11 +270,11 @@ def _train(trainer: MedusaTrainer, run: RunFolder, keep_best: KeepBestCallback, 
     last = run.last_whole()
     trainer.create_optimizer()
     announce(trainer, expected)
-    if last is None and trainer.sharded:
-        trainer.add_callback(DrySaveCallback(trainer, run))  # weights are sharded by train()
+    if trainer.sharded:
+        trainer.add_callback(ShardedStartCallback(trainer, run))  # weights are sharded by train()
     elif last is None:
         dry_save(trainer, run)
-    if trainer.recipe.policy.kind != "heads_only" and trainer.heldout is not None:
+    if not trainer.is_fsdp_enabled:
         trainer.keep_original_rows()
     if last is not None:
         keep_best.restore(last)

@@ -22,17 +22,19 @@ from medusa_train.errors import UserError
 
 @dataclass(frozen=True)
 class ParamGroup:
-    """One optimizer group: what it is called, its tensors by name, its learning rate and decay."""
+    """One optimizer group: what it is called, the names of its tensors, its size, learning rate and decay.
+
+    Holds no tensor: a reference taken before FSDP2 shards a parameter would keep the whole of it alive.
+
+    Attributes:
+        count: trainable numbers (full sizes, also under ZeRO-3).
+    """
 
     name: str
-    parameters: tuple[tuple[str, nn.Parameter], ...]
+    tensors: tuple[str, ...]
+    count: int
     learning_rate: float
     weight_decay: float
-
-    @property
-    def count(self) -> int:
-        """Trainable numbers in the group (full sizes, also under ZeRO-3)."""
-        return sum(getattr(p, "ds_numel", p.numel()) for _, p in self.parameters)
 
 
 def prepare_backbone(model: nn.Module, recipe: Recipe) -> nn.Module:
@@ -123,12 +125,13 @@ def split_groups(optimizer: torch.optim.Optimizer, model: nn.Module, multiplier:
         described.append(
             ParamGroup(
                 f"{group['part']}{'' if decay == 0 else ' (weight decay)'}",
-                tuple((names.get(id(p), "?"), p) for p in group["params"]),
+                tuple(names.get(id(p), "?") for p in group["params"]),
+                sum(getattr(p, "ds_numel", p.numel()) for p in group["params"]),
                 group["lr"],
                 decay,
             )
         )
-    check_cover(described, model.named_parameters())
+    check_cover(optimizer, model.named_parameters())
     return described
 
 
@@ -136,15 +139,15 @@ def _is_head(name: str) -> bool:
     return "heads." in name and "backbone." not in name
 
 
-def check_cover(groups: Iterable[ParamGroup], parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+def check_cover(optimizer: torch.optim.Optimizer, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Every trainable parameter is in exactly one group, and nothing else is in any.
 
     Raises:
         UserError: with the names of those that are not.
     """
     seen: dict[int, int] = {}
-    for group in groups:
-        for _, parameter in group.parameters:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
             seen[id(parameter)] = seen.get(id(parameter), 0) + 1
     problems = []
     for name, parameter in parameters:

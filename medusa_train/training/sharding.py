@@ -19,10 +19,21 @@ def shard_on_cpu(accelerator: Any, plugin: Any) -> None:
     from accelerate.utils import DistributedType
 
     state = accelerator.state
-    if accelerator.mixed_precision != "no":
-        plugin.set_mixed_precision(accelerator.mixed_precision)
     state.fsdp_plugin = plugin
     state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+def mixed_precision(bf16: bool) -> Any:
+    """FSDP2's policy: half-precision products, gradients summed over ranks in fp32, outputs as the module makes them.
+
+    accelerate's own casts outputs and reduces in bf16 as well. Loss sums would lose all but 8 of their bits (699.4
+    became 700), and each gradient would be rounded once a rank. Inputs keep their dtype: some are weights of the loss.
+    """
+    import torch
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    dtype = torch.bfloat16 if bf16 else torch.float16
+    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def save_fsdp_run(trainer: Any, folder: str) -> None:

@@ -202,11 +202,16 @@ class Trainee(nn.Module):
             scores = score_rows(channels, labels, targets, before, proposable)
         return {**scores, "hidden": hidden}
 
-    def keep_original(self) -> None:
-        """Remembers the untouched lm_head before the first step; only full fine-tuning needs a copy of it."""
+    def keep_original(self, dtype: torch.dtype) -> None:
+        """Remembers the untouched lm_head in the products' dtype before the first step, where it trains in full.
+
+        Whole on every rank, also where the weights are sharded: all ranks call it together.
+        """
         if not hasattr(self.backbone, "disable_adapter"):
-            weight, bias = self.projection.weight.detach().clone(), self.projection.bias
-            self._original = (weight, None if bias is None else bias.detach().clone())
+            kept = (self.projection.weight, self.projection.bias)
+            whole = (t.full_tensor() if hasattr(t, "full_tensor") else t for t in kept if t is not None)
+            weight, *bias = (tensor.detach().to(dtype, copy=True) for tensor in whole)
+            self._original = (weight, bias[0] if bias else None)
 
     def original_projection(self, rows_MD: Tensor) -> Projection:
         """The untouched backbone's output projection of some rows."""

@@ -31,7 +31,7 @@ from medusa_train.training.heldout import HeldOutRows, Replay, Scores
 from medusa_train.training.losses import IGNORE
 from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
 from medusa_train.training.shapes import BackboneShape
-from medusa_train.training.sharding import of_first_rank, save_fsdp_run, shard_on_cpu
+from medusa_train.training.sharding import mixed_precision, of_first_rank, save_fsdp_run, shard_on_cpu
 from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
 from medusa_train.training.zero import leave_frozen_out, save_deepspeed_run
 
@@ -76,7 +76,9 @@ class MedusaTrainer(Trainer):
         self.watch = FiniteWatch(self.channels)
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The library's, with FSDP2 on CPU ranks as well."""
+        """The library's, with FSDP2 on CPU ranks as well, and sums that leave the sharded module in fp32."""
+        if self.args.fsdp and (self.args.bf16 or self.args.fp16):
+            self.args.fsdp_plugin_args["mixed_precision_policy"] = mixed_precision(self.args.bf16)
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and not self.is_fsdp_enabled and self.args.world_size > 1:
             from accelerate.utils import FullyShardedDataParallelPlugin
@@ -153,7 +155,7 @@ class MedusaTrainer(Trainer):
             multiplier = 1.0 if isinstance(policy, HeadsOnly) else policy.head_lr_multiplier
             self.groups = split_groups(optimizer, self.model if model is None else model, multiplier)
         else:
-            check_cover(self.groups, (self.model if model is None else model).named_parameters())
+            check_cover(optimizer, (self.model if model is None else model).named_parameters())
         return optimizer
 
     # -- checkpoints of the run
@@ -195,6 +197,7 @@ class MedusaTrainer(Trainer):
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.keep_original_rows()  # of an FSDP2 run: the backbone is sharded by now, and still untouched
         read_tensors(Path(resume_from_checkpoint), self.model if model is None else model)
 
     # -- held-out checks
@@ -250,12 +253,19 @@ class MedusaTrainer(Trainer):
 
     @torch.no_grad()
     def keep_original_rows(self) -> None:
-        """Before the first step: the untouched backbone's hidden states of held-out rows, for the drift."""
-        self.model.keep_original()
-        self.model.eval()
+        """Before the first step: the untouched backbone's hidden states of held-out rows, for the drift.
+
+        By the very module that later checks run: a sharded one rounds otherwise than the same weights unsharded.
+        """
+        if self.heldout is None or self.original_rows or not self.model.objective.trains_backbone:
+            return
+        model = self.model_wrapped if self.sharded else self.model
+        model.eval()
         for number, batch in enumerate(self.heldout.batches(self._own_rows())):
-            output = self._autocast(self.model)(**self._prepare_inputs(dict(batch.inputs)))
+            output = self._autocast(model)(**self._prepare_inputs(dict(batch.inputs)))
             self.original_rows[number] = output["hidden"].to("cpu")
+        for hidden_MD in self.original_rows.values():
+            return self.model.keep_original(hidden_MD.dtype)
 
     def _own_rows(self) -> range | None:
         """The held-out rows that this rank scores; None: all (sharded models score together)."""

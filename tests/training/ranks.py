@@ -3,8 +3,10 @@ what every rank makes of a recipe: gradients of its first step, or what it says 
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import decoder_of, output_projection
 from medusa_train.modeling.base import load_base
 from medusa_train.modeling.heads import HeadsConfig, new_heads
+from medusa_train.training.announce import ShardedStartCallback
 from medusa_train.training.fit import build_trainer
 from medusa_train.training.fused import FusedOptions
 from medusa_train.training.losses import IGNORE
@@ -145,7 +148,52 @@ def write_problem(recipe: str, out: str) -> None:
     dist.destroy_process_group()
 
 
-WORK = {"fsdp2": fsdp2_step, "gradients": write_gradients, "problem": write_problem}
+class Look(TrainerCallback):
+    """Which full tensors of before sharding are alive, and held-out drift, before the first step and after the last."""
+
+    def __init__(self, trainer: MedusaTrainer) -> None:
+        self.trainer, self.drift, self.alive = trainer, [], -1
+        self.before = [weakref.ref(parameter) for parameter in trainer.model.parameters()]
+
+    def on_step_begin(self, args, state, control, **kwargs) -> None:
+        if self.alive < 0:
+            gc.collect()
+            self.alive = sum(one() is not None and not hasattr(one(), "full_tensor") for one in self.before)
+            self.look()
+
+    def on_train_end(self, args, state, control, **kwargs) -> None:
+        self.look()
+
+    def look(self) -> None:
+        metrics = self.trainer.score()[0].metrics([0.8, 0.64, 0.512])
+        self.drift.append([metrics["drift_ce"], metrics["drift_kl"], metrics["drift_top1_agreement"]])
+
+
+def write_sharded(recipe: str, out: str) -> None:
+    """Facts of a run through `fit`'s own trainer under FSDP2."""
+    loaded = load_recipe(recipe, [])
+    trainer = rank_trainer(loaded)
+    trainer.create_optimizer()
+    trainer.add_callback(ShardedStartCallback(trainer, RunFolder.of(loaded)))
+    look = Look(trainer)
+    trainer.add_callback(look)
+    dtypes, compute = set(), trainer.compute_loss
+
+    def loss(model, inputs, return_outputs=False, num_items_in_batch=None):
+        total, outputs = compute(model, inputs, True, num_items_in_batch)
+        dtypes.add(str(outputs["sums"].dtype))
+        return (total, outputs) if return_outputs else total
+
+    trainer.compute_loss = loss
+    trainer.train()
+    if dist.get_rank() == 0:
+        facts = {"dtypes": sorted(dtypes), "alive": look.alive, "tensors": len(look.before), "drift": look.drift}
+        Path(out, "facts.json").write_text(json.dumps(facts))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+WORK = {"fsdp2": fsdp2_step, "sharded": write_sharded, "gradients": write_gradients, "problem": write_problem}
 
 if __name__ == "__main__":
     WORK[sys.argv[1]](*sys.argv[2:])

@@ -149,6 +149,23 @@ def test_fsdp2_gives_the_single_process_loss_and_gradients_and_full_tensors(tmp_
     assert facts["full_size"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [LORA, FULL], ids=["lora", "full"])
+def test_fsdp2_in_bf16_rounds_no_sum_and_keeps_no_whole_weight(world: dict, tmp_path: Path, policy) -> None:
+    """With a learning rate of 1e-12 nothing drifts: the first and the last check find the backbone as it was."""
+    training = {**FSDP2, "bf16": True, "per_device_train_batch_size": 2, "max_steps": 2, "learning_rate": 1e-12,
+                "weight_decay": 0.0}  # fmt: skip
+    file = tmp_path / "sharded.yaml"
+    file.write_text(dump_recipe(recipe_of(world, tmp_path / "out", policy, training=training)))
+    run(*RANKS, "sharded", str(file), str(tmp_path))
+    facts = json.loads((tmp_path / "facts.json").read_text())
+    assert facts["dtypes"] == ["torch.float32"]
+    assert facts["tensors"] > 20 and facts["alive"] == 0
+    assert len(facts["drift"]) == 2
+    for ce, kl, same in facts["drift"]:
+        assert abs(ce) < 1e-6 and abs(kl) < 1e-6 and same == 1.0
+
+
 def fit_sharded(world: dict, tmp_path: Path, policy, sharding: dict) -> tuple[Path, Path]:
     """One process of four rows a step, in this process, and two sharded ones of two, launched; both output folders."""
     steps = {"max_steps": 4, "num_train_epochs": 1, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps",

@@ -14,7 +14,6 @@ from medusa_train.errors import UserError
 from medusa_train.training.announce import announce
 from medusa_train.training.drift import DriftCallback
 from medusa_train.training.policies import (
-    ParamGroup,
     channel_weights,
     check_cover,
     head_weight_factor,
@@ -94,7 +93,7 @@ def test_counts_are_one_number_per_channel(world: dict, tmp_path: Path) -> None:
 def test_every_trainable_parameter_is_in_one_group_biases_with_the_heads_rate(world: dict, tmp_path: Path) -> None:
     trainer = trainer_of(world, tmp_path / "out", {"kind": "joint", "lora": {"r": 2}, "head_lr_multiplier": 4.0})
     trainer.create_optimizer()
-    rates = {name: group.learning_rate for group in trainer.groups for name, _ in group.parameters}
+    rates = {name: group.learning_rate for group in trainer.groups for name in group.tensors}
     trainable = {name for name, p in trainer.model.named_parameters() if p.requires_grad}
     assert rates.keys() == trainable
     assert {rate for name, rate in rates.items() if name.startswith("heads.")} == {0.04}
@@ -105,9 +104,10 @@ def test_every_trainable_parameter_is_in_one_group_biases_with_the_heads_rate(wo
 def test_a_parameter_in_no_group_or_in_two_is_named() -> None:
     a, b, c = (torch.nn.Parameter(torch.zeros(1)) for _ in range(3))
     c.requires_grad_(False)
-    group = ParamGroup("g", (("a", a), ("a", a), ("c", c)), 1.0, 0.0)
+    optimizer = torch.optim.SGD([a, c], lr=1.0)
+    optimizer.param_groups[0]["params"].append(a)
     with pytest.raises(UserError) as error:
-        check_cover([group], [("a", a), ("b", b), ("c", c)])
+        check_cover(optimizer, [("a", a), ("b", b), ("c", c)])
     assert "a is trainable and in 2" in error.value.what
     assert "b is trainable and in 0" in error.value.what
     assert "c is frozen and in an optimizer group" in error.value.what
