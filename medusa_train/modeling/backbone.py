@@ -29,6 +29,52 @@ def decoder_of(model: nn.Module) -> nn.Module:
     return plain_model(model).get_decoder()
 
 
+def input_embeddings(model: nn.Module) -> nn.Module:
+    """The module that turns token ids into the decoder's input rows (adapters and scales that it carries included)."""
+    return plain_model(model).get_input_embeddings()
+
+
+def check_layer(model: nn.Module, layer: int) -> nn.Module:
+    """The decoder's `layer`-th block, counted from 1.
+
+    Raises:
+        UserError: the decoder has no such block, or does not keep its blocks as `layers` (or `h`, GPT-2's name).
+    """
+    decoder = decoder_of(model)
+    blocks = getattr(decoder, "layers", None)
+    blocks = getattr(decoder, "h", None) if blocks is None else blocks
+    if blocks is None:
+        raise UserError(
+            f"{type(decoder).__name__} keeps no list of layers, so heads.reads_layer cannot be had",
+            fix="leave heads.reads_layer out",
+        )
+    if not 1 <= layer <= len(blocks):
+        raise UserError(f"heads.reads_layer is {layer}", allowed=f"1..{len(blocks)}, the layers of this backbone")
+    return blocks[layer - 1]
+
+
+def hidden_states_and_middle(
+    model: nn.Module, input_ids_BT: Tensor, *, reads_layer: int | None, **arguments: Any
+) -> tuple[Tensor, Tensor | None]:
+    """(hidden_BTD after the final norm, hidden_BTD after layer `reads_layer` or None), from one forward.
+
+    Only that one layer's output is kept: `output_hidden_states` would keep all of them.
+    """
+    if reads_layer is None:
+        return hidden_states(model, input_ids_BT, **arguments), None
+    kept: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output)
+
+    handle = check_layer(model, reads_layer).register_forward_hook(keep)
+    try:
+        hidden_BTD = hidden_states(model, input_ids_BT, **arguments)
+    finally:
+        handle.remove()
+    return hidden_BTD, kept[0]
+
+
 def hidden_states(
     model: nn.Module,
     input_ids_BT: Tensor,
