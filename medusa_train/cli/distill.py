@@ -25,21 +25,33 @@ def command(
         str | None,
         typer.Option(help="Hub id, local folder or alias of the model that answers.", show_default=False),
     ] = None,
-    out: Annotated[str, typer.Option(help="Folder for the rows; an interrupted job there goes on.")] = "runs/distill",
+    out: Annotated[
+        str | None,
+        typer.Option(
+            help="Folder for the rows; an interrupted job there goes on.",
+            show_default="runs/BASE/distill, where recipes read",
+        ),
+    ] = None,
     prompts: Annotated[
         list[str] | None,
         typer.Option(
             help="Prompts: JSON, JSONL (.gz), Parquet, a folder or a hub dataset id; repeatable.",
             rich_help_panel=PROMPTS,
-            show_default=False,
+            show_default="those of the package",
         ),
     ] = None,
     limit: Annotated[
         int | None, typer.Option(min=1, help="Only the first N prompts.", rich_help_panel=PROMPTS, show_default="all")
     ] = None,
     synthesize: Annotated[
-        int, typer.Option(min=0, help="Prompts that the model makes up itself.", rich_help_panel=PROMPTS)
-    ] = 0,
+        int | None,
+        typer.Option(
+            min=0,
+            help="Prompts that the model makes up itself.",
+            rich_help_panel=PROMPTS,
+            show_default="1000 with the package's prompts, else 0",
+        ),
+    ] = None,
     synthesize_temperature: Annotated[
         float, typer.Option(min=0.01, help="Temperature of made-up prompts.", rich_help_panel=PROMPTS)
     ] = 1.0,
@@ -129,6 +141,11 @@ def command(
     The rows go to OUT/rows.jsonl, one conversation a line, as each is done. Run the same command again to go on
     after an interruption; what is there is not made again. Under `accelerate launch` each process takes a share.
     """
+    from medusa_train.config.catalog import DEFAULT_SYNTHESIZED, TRAIN_PROMPTS, distill_folder
+    from medusa_train.console import say
+
+    if out is None:
+        out = "runs/distill" if base is None else distill_folder(base)
     if merge:
         from medusa_train.dataset.merge import merge_shards
 
@@ -136,6 +153,11 @@ def command(
         return
     if base is None:
         raise UserError("no base is named", fix="give --base (a hub id, a folder or an alias)")
+    if not prompts and synthesize is None:
+        prompts, synthesize = [str(TRAIN_PROMPTS)], DEFAULT_SYNTHESIZED if backend is Backend.local else 0
+        made_up = f", and {synthesize} that the model makes up" if synthesize else ""
+        say(f"prompts: those of the package{made_up} (--prompts PATH and --synthesize N replace them)")
+        say(f"rows: {out}")
     if not prompts and not synthesize:
         raise UserError(
             "nothing to answer", fix="give --prompts PATH, or --synthesize N for prompts the model makes up"
@@ -167,7 +189,7 @@ def command(
     distill(
         **common,
         local=LocalOptions(dtype, device, quantization, batch_tokens, max_rows),
-        synthesize=SynthesizeOptions(synthesize, synthesize_temperature, synthesize_max_tokens),
+        synthesize=SynthesizeOptions(synthesize or 0, synthesize_temperature, synthesize_max_tokens),
     )
 
 

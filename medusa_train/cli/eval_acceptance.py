@@ -164,7 +164,11 @@ def command(
         typer.echo(schema_text(), nl=False)
         return
     if not checkpoints:
-        raise UserError("no checkpoint was named", fix="medusa-train eval-acceptance CHECKPOINT")
+        from medusa_train.config.catalog import newest_checkpoint
+        from medusa_train.console import say
+
+        checkpoints = [str(newest_checkpoint())]
+        say(f"checkpoint: {checkpoints[0]}, the newest under runs/")
     modes = tuple(dict.fromkeys(entry.value for entry in mode or [AcceptanceMode.greedy]))
     _check_options(modes, temperature, top_k, top_p, max_prompts, full)
     from medusa_train.evaluation.arms import STORED, ArmRequest, open_groups

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from medusa_train.console import say
+from medusa_train.errors import UserError
+
+if TYPE_CHECKING:
+    from medusa_train.config.recipe import Recipe
 
 
 def command(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Option("--recipe", "-r", help="The recipe (YAML); see recipes/.")],
+    recipe: Annotated[Path, typer.Option("--recipe", "-r", help="A recipe file, or a name from the package.")],
     restart: Annotated[
         bool, typer.Option("--restart", help="Throw away the state of an earlier run of this output_dir.")
     ] = False,
@@ -20,6 +27,9 @@ def command(
     launch: Annotated[
         bool, typer.Option("--launch/--no-launch", help="Start the processes; --no-launch trains in this one.")
     ] = True,
+    with_stages: Annotated[
+        bool, typer.Option("--with-stages", help="Train the stage that this recipe begins from first, where missing.")
+    ] = False,
 ) -> None:
     """Train Medusa heads by a recipe; words after the options override it: section.key=value.
 
@@ -28,13 +38,31 @@ def command(
     """
     from medusa_train.allocator import keep_freed_memory
     from medusa_train.config.load import load_recipe
+    from medusa_train.config.stages import missing_stage_one, stage_one_words
 
     keep_freed_memory()
-
     loaded = load_recipe(recipe, context.args)
+    start = missing_stage_one(loaded)
+    if start is not None:
+        words = stage_one_words(loaded)
+        line = shlex.join(["medusa-train", "fit", *words])
+        if not with_stages:
+            raise UserError(
+                "the heads that this recipe begins from are not there yet",
+                where=f"policy.init_from: {start}",
+                fix=f"run `{line}` first, or add --with-stages to this command",
+            )
+        say(f"stage one first: {line}")
+        _train(Path(words[1]), load_recipe(words[1], words[2:]), words[2:], restart, nproc, launch)
+        say("stage two")
+    _train(recipe, loaded, context.args, restart, nproc, launch)
+
+
+def _train(recipe: Path, loaded: Recipe, overrides: list[str], restart: bool, nproc: int | None, launch: bool) -> None:
+    """One stage: in this process, or in those that it launches."""
     from medusa_train.training.launch import launch_if_needed
 
-    if launch_if_needed(recipe, context.args, restart=restart, nproc=nproc, launch=launch):
+    if launch_if_needed(recipe, overrides, restart=restart, nproc=nproc, launch=launch):
         return
     from medusa_train.training.fit import fit
 

@@ -10,7 +10,7 @@ import typer
 
 def command(
     context: typer.Context,
-    recipe: Annotated[Path, typer.Option("--recipe", "-r", help="The recipe (YAML); see recipes/.")],
+    recipe: Annotated[Path, typer.Option("--recipe", "-r", help="A recipe file, or the name of one in the package.")],
     supervised: Annotated[
         float, typer.Option("--supervised", min=0.01, max=1.0, help="Share of the positions that is supervised.")
     ] = 0.4,

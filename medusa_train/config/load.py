@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from medusa_train.config.catalog import bundled_json, recipe_path
 from medusa_train.config.recipe import HeadsOnly, Joint, Recipe, SelfDistill
 from medusa_train.console import say
 from medusa_train.errors import UserError, unknown_name
@@ -60,11 +61,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         UserError: no such file, broken YAML (with line), an unknown key (with the nearest name), a wrong value.
     """
-    path = Path(path)
+    path = recipe_path(path)
     try:
         text = path.read_text()
-    except FileNotFoundError:
-        raise UserError("no such recipe", where=str(path), fix=_recipes_there(path)) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read the recipe: {error}", where=str(path)) from None
     try:
@@ -220,6 +219,8 @@ def _training_names(training: dict[str, Any], where: str) -> dict[str, Any]:
         if key not in allowed:
             raise unknown_training_name(key, allowed, where)
         # YAML reads a bare `no` as false; the library's strategies are called "no".
+        if key == "deepspeed" and isinstance(value, str) and (bundled := bundled_json(value)) is not None:
+            value = yaml.safe_load(bundled.read_text())
         result[key] = "no" if value is False and key.endswith("_strategy") else _number(value)
     return result
 
@@ -239,8 +240,3 @@ def _explain(error: ValidationError, where: str) -> UserError:
         shown = "" if isinstance(given, dict | list) or item["type"] == "missing" else f" (given: {given!r})"
         problems.append(f"{place}: {message}{shown}" if place else message)
     return UserError("; ".join(problems), where=where)
-
-
-def _recipes_there(path: Path) -> str | None:
-    found = sorted(path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    return "recipes there: " + ", ".join(item.name for item in found) if found else None

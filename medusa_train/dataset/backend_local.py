@@ -22,6 +22,7 @@ from medusa_train.dataset.sampling import Decoding, choose, uniforms
 from medusa_train.errors import UserError
 from medusa_train.modeling.backbone import decoder_of, output_projection
 from medusa_train.modeling.masks import attention_windows, per_layer_type
+from medusa_train.modeling.versions import CACHE_ARGUMENT
 
 # Tokens of one prefill pass: bounds its activations.
 PREFILL_TOKENS = 4096
@@ -236,7 +237,11 @@ class LocalEngine:
         distance = (positions_GS[:, shared:, None] - positions_GS[:, None, :])[:, None]
         mask = per_layer_type(self.windows, valid_GS[:, None, None] & (distance >= 0), distance, self.dtype)
         return self.decoder(
-            input_ids=ids_GT, attention_mask=mask, position_ids=positions_GS[:, shared:], cache=cache, use_cache=True
+            input_ids=ids_GT,
+            attention_mask=mask,
+            position_ids=positions_GS[:, shared:],
+            use_cache=True,
+            **{CACHE_ARGUMENT: cache},
         ).last_hidden_state
 
     # ---- decoding -------------------------------------------------------------------------------------------------
@@ -251,8 +256,8 @@ class LocalEngine:
                 input_ids=ring.tokens_B1,
                 attention_mask=mask,
                 position_ids=ring.positions_B1,
-                cache=ring.cache,
                 use_cache=True,
+                **{CACHE_ARGUMENT: ring.cache},
             ).last_hidden_state
             tokens_B = self._choose(hidden_B1D[:, 0], range(ring.rows), offset)
             ring.advance(tokens_B)

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import medusa_train
+from medusa_train.config.catalog import HELDOUT_PROMPTS
 from medusa_train.errors import UserError, nearest
 from medusa_train.provenance import sha256_bytes, sha256_file, user_cache, write_atomic
 
-HELDOUT = Path("data") / "prompts" / "heldout.jsonl"
 MT_BENCH_CATEGORIES = ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
 SPEC_BENCH_URL = "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl"
 SPEC_BENCH_SHA256 = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
@@ -74,7 +73,7 @@ def load_suite(name: str, *, suite_file: str | Path | None = None) -> Suite:
         UserError: no such suite or file, no network for a download, an empty file.
     """
     if name == "heldout":
-        return _from_file(Path(suite_file) if suite_file else _heldout_path(), "heldout")
+        return _from_file(Path(suite_file) if suite_file else HELDOUT_PROMPTS, "heldout")
     if name in ("mt-bench", "spec-bench"):
         path = Path(suite_file) if suite_file else _spec_bench_path(name)
         suite = _from_file(path, name)
@@ -103,19 +102,6 @@ def load_suite(name: str, *, suite_file: str | Path | None = None) -> Suite:
 def _spec_bench_group(prompt: SuitePrompt) -> SuitePrompt:
     """Spec-Bench publishes one figure for all of MT-bench, beside its five other groups."""
     return replace(prompt, category="mt-bench") if prompt.category in MT_BENCH_CATEGORIES else prompt
-
-
-def _heldout_path() -> Path:
-    package_root = Path(medusa_train.__file__).resolve().parent.parent
-    places = [package_root / HELDOUT, Path.cwd() / HELDOUT]
-    for place in places:
-        if place.is_file():
-            return place
-    raise UserError(
-        "the held-out prompts were not found",
-        where=" and ".join(str(place) for place in dict.fromkeys(places)),
-        fix="run from a checkout of the medusa-train repository, or give a file of prompts: --suite PATH",
-    )
 
 
 def _from_file(path: Path, name: str) -> Suite:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_train.errors import UserError
+from medusa_train.modeling.versions import CACHE_ARGUMENT
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -95,7 +96,11 @@ def hidden_states(
     if isinstance(attention_mask, dict) and DOCUMENTS in attention_mask:
         attention = document_arguments(model, attention_mask[DOCUMENTS], position_ids_BT)
     output = decoder_of(model)(
-        input_ids=input_ids_BT, position_ids=position_ids_BT, cache=cache, use_cache=cache is not None, **attention
+        input_ids=input_ids_BT,
+        position_ids=position_ids_BT,
+        use_cache=cache is not None,
+        **{CACHE_ARGUMENT: cache},
+        **attention,
     )
     return output.last_hidden_state
 
