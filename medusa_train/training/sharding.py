@@ -36,6 +36,15 @@ def mixed_precision(bf16: bool) -> Any:
     return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
+def shard_again(model: nn.Module) -> None:
+    """FSDP2 leaves the root's weights whole after a forward without backward: copies into them would be lost."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def save_fsdp_run(trainer: Any, folder: str) -> None:
     """Optimizer and schedule of an FSDP run; the tensors lie in `trainable.safetensors` already."""
     from accelerate.utils import save, save_fsdp_optimizer

@@ -31,7 +31,7 @@ from medusa_train.training.heldout import HeldOutRows, Replay, Scores
 from medusa_train.training.losses import IGNORE
 from medusa_train.training.policies import ParamGroup, channel_weights, check_cover, split_groups
 from medusa_train.training.shapes import BackboneShape
-from medusa_train.training.sharding import mixed_precision, of_first_rank, save_fsdp_run, shard_on_cpu
+from medusa_train.training.sharding import mixed_precision, of_first_rank, save_fsdp_run, shard_again, shard_on_cpu
 from medusa_train.training.state import COMPLETE, RunFolder, read_tensors, trainable_tensors, write_tensors
 from medusa_train.training.zero import leave_frozen_out, save_deepspeed_run
 
@@ -264,8 +264,9 @@ class MedusaTrainer(Trainer):
         for number, batch in enumerate(self.heldout.batches(self._own_rows())):
             output = self._autocast(model)(**self._prepare_inputs(dict(batch.inputs)))
             self.original_rows[number] = output["hidden"].to("cpu")
-        for hidden_MD in self.original_rows.values():
-            return self.model.keep_original(hidden_MD.dtype)
+        for hidden_MD in list(self.original_rows.values())[:1]:
+            self.model.keep_original(hidden_MD.dtype)
+        shard_again(model)
 
     def _own_rows(self) -> range | None:
         """The held-out rows that this rank scores; None: all (sharded models score together)."""
