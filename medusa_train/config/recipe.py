@@ -51,11 +51,24 @@ class HeadsSection(Section):
     medusa_num_layers: int = Field(1, ge=0, le=8)
     contract: Literal["own", "shared", "reduced"] = "own"
     reduced_vocab_size: int | None = Field(None, ge=2)
+    sees: Literal["hidden", "parent"] = Field(
+        "hidden",
+        description="parent: heads also see the token before the one they guess; other programs cannot load them",
+    )
+    reads_layer: int | None = Field(
+        None, ge=1, description="with sees: parent, a middle layer whose hidden state is read too; about two thirds up"
+    )
 
     @model_validator(mode="after")
     def _reduced_needs_a_size(self) -> HeadsSection:
         if (self.contract == "reduced") != (self.reduced_vocab_size is not None):
             raise ValueError("reduced_vocab_size goes with `contract: reduced`, and only with it")
+        if self.reads_layer is not None and self.sees == "hidden":
+            raise ValueError("reads_layer goes with `sees: parent`, and only with it")
+        if self.sees == "parent" and self.medusa_num_layers == 0:
+            raise ValueError(
+                "heads that see the parent read it in their first block: medusa_num_layers must be 1 or more"
+            )
         if self.contract == "shared" and self.medusa_num_layers == 0:
             raise ValueError("shared heads without layers have nothing to train: medusa_num_layers must be 1 or more")
         return self

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medusa_train.dataset.rows import TokenRow, collate_bins, pack_rows
-from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
+from medusa_train.training.losses import IGNORE, channel_labels, seen_tokens, supervised_rows
 
 
 class BinDataset(Dataset):
@@ -43,13 +43,20 @@ class BinCollator:
     Args:
         shifts: of the channels.
         inverse_map: token id -> row of a reduced projection, or None.
+        sees: tokens that the heads see are in the batch.
         mask: builds what the backbone takes as attention_mask from (document_ids, position_ids).
     """
 
     def __init__(
-        self, shifts: Sequence[int], inverse_map: Tensor | None, pad_to_multiple: int, mask: Any = None
+        self,
+        shifts: Sequence[int],
+        inverse_map: Tensor | None,
+        pad_to_multiple: int,
+        mask: Any = None,
+        sees: bool = False,
     ) -> None:
         self.shifts, self.inverse_map, self.pad_to_multiple, self.mask = shifts, inverse_map, pad_to_multiple, mask
+        self.sees = sees
 
     def __call__(self, bins: list[list[TokenRow]]) -> dict[str, Any]:
         batch = collate_bins(bins, self.pad_to_multiple)
@@ -58,6 +65,10 @@ class BinCollator:
         )
         rows_M, labels_CM = supervised_rows(labels_CBT)
         first_B = torch.tensor([0, *(len(one) for one in bins[:-1])]).cumsum(0)
+        seen = {}
+        if self.sees:
+            num_heads = sum(shift >= 2 for shift in self.shifts)
+            seen = {"seen": seen_tokens(batch.input_ids_BT, num_heads).flatten(1)[:, rows_M]}
         row_BT = first_B[:, None] + batch.document_ids_BT
         return {
             "input_ids": batch.input_ids_BT,
@@ -66,6 +77,7 @@ class BinCollator:
             "rows": rows_M,
             "labels": labels_CM,
             "row_M": row_BT.flatten()[rows_M],
+            **seen,
             "row_ids": [row.source for one in bins for row in one],
         }
 

@@ -29,12 +29,20 @@ from medusa_train.config.recipe import CacheSection
 from medusa_train.console import progress, say
 from medusa_train.dataset.rows import TokenRow
 from medusa_train.errors import UserError
-from medusa_train.modeling.backbone import hidden_states
+from medusa_train.modeling.backbone import hidden_states_and_middle
 from medusa_train.provenance import canonical_json, fsync_folder, write_atomic
-from medusa_train.training.losses import IGNORE, channel_labels, supervised_rows
+from medusa_train.training.losses import IGNORE, channel_labels, seen_tokens, supervised_rows
 
 INDEX = "index.json"
 FORMAT = 2  # 1: `rows` was a hash over lengths and sums of ids, blind to their order and to the mask
+
+
+@dataclass(frozen=True)
+class Sight:
+    """What heads see besides the last hidden state, and so what a cache keeps besides it; see `modeling.heads`."""
+
+    sees: str = "hidden"
+    reads_layer: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +56,8 @@ class CacheKey:
     dtype: str
     shard_rows: int
     forward_tokens: int
+    sees: str = "hidden"
+    reads_layer: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for the index and for error messages."""
@@ -55,7 +65,12 @@ class CacheKey:
 
 
 def cache_key(
-    base: Any, data_hash: str | None, rows: Sequence[TokenRow], shifts: Sequence[int], options: CacheSection
+    base: Any,
+    data_hash: str | None,
+    rows: Sequence[TokenRow],
+    shifts: Sequence[int],
+    options: CacheSection,
+    sight: Sight = Sight(),
 ) -> CacheKey:
     """The key for these rows on this backbone; a quantized backbone's states are another cache."""
     backbone = f"{base.fingerprint}{'' if base.quantization is None else ':' + base.quantization}:{base.model.dtype}"
@@ -67,6 +82,8 @@ def cache_key(
         "bfloat16",
         options.shard_rows,
         options.forward_tokens,
+        sight.sees,
+        sight.reads_layer,
     )
 
 
@@ -87,6 +104,12 @@ def row_targets(row: TokenRow, shifts: Sequence[int]) -> tuple[Tensor, Tensor]:
     return supervised_rows(channel_labels(ids, mask, torch.zeros_like(ids), shifts))
 
 
+def row_sight(row: TokenRow, positions_m: Tensor, num_heads: int) -> Tensor:
+    """int64 [K, m]: the tokens that the heads see at some positions of one row."""
+    ids = torch.from_numpy(np.asarray(row.input_ids, np.int64))[None]
+    return seen_tokens(ids, num_heads)[:, 0, positions_m]
+
+
 @dataclass(frozen=True)
 class _Shard:
     """A run of rows (indices into the sorted order) whose supervised positions make one file."""
@@ -104,6 +127,7 @@ def build_cache(
     shifts: Sequence[int],
     options: CacheSection,
     *,
+    sight: Sight = Sight(),
     part: tuple[int, int] = (0, 1),
     description: str = "hidden states",
 ) -> CacheKey:
@@ -116,7 +140,7 @@ def build_cache(
         UserError: the folder holds the cache of something else; the difference is shown.
     """
     folder = Path(folder)
-    key = cache_key(base, data_hash, rows, shifts, options)
+    key = cache_key(base, data_hash, rows, shifts, options, sight)
     folder.mkdir(parents=True, exist_ok=True)
     _refuse_other(folder, key)
     write_atomic(folder / INDEX, json.dumps(key.to_dict(), indent=2) + "\n")
@@ -128,7 +152,7 @@ def build_cache(
         tokens = sum(len(rows[index].input_ids) for shard in missing for index in shard.rows)
         with progress(f"{description}: backbone", tokens, "tokens") as job:
             for shard in missing:
-                _write_shard(folder, shard, base, rows, shifts, options.forward_tokens, job.advance)
+                _write_shard(folder, shard, base, rows, shifts, options.forward_tokens, sight, job.advance)
     return key
 
 
@@ -181,16 +205,23 @@ def _write_shard(
     rows: Sequence[TokenRow],
     shifts: Sequence[int],
     forward_tokens: int,
+    sight: Sight,
     done: Callable[[float], None],
 ) -> None:
     pieces: dict[str, list[Tensor]] = {"hidden": [], "labels": [], "row": [], "position": []}
     for group in _groups(shard.rows, rows, forward_tokens):
-        hidden_BTD = run_rows(base.model, [rows[index] for index in group])
+        hidden_BTD, middle_BTD = run_rows_and_middle(base.model, [rows[index] for index in group], sight.reads_layer)
         for line, index in enumerate(group):
             positions_m, labels_Cm = row_targets(rows[index], shifts)
             pieces["hidden"].append(
                 hidden_BTD[line].index_select(0, positions_m.to(hidden_BTD.device)).bfloat16().cpu()
             )
+            if middle_BTD is not None:
+                middle_mD = middle_BTD[line].index_select(0, positions_m.to(middle_BTD.device))
+                pieces.setdefault("middle", []).append(middle_mD.bfloat16().cpu())
+            if sight.sees == "parent":
+                num_heads = sum(shift >= 2 for shift in shifts)
+                pieces.setdefault("seen", []).append(row_sight(rows[index], positions_m, num_heads).T.to(torch.int32))
             pieces["labels"].append(labels_Cm.T.to(torch.int32))
             pieces["row"].append(torch.full((positions_m.numel(),), index, dtype=torch.int32))
             pieces["position"].append(positions_m.to(torch.int32))
@@ -215,13 +246,20 @@ def _groups(members: Sequence[int], rows: Sequence[TokenRow], forward_tokens: in
 
 def run_rows(model: Any, rows: Sequence[TokenRow]) -> Tensor:
     """hidden_BTD of right-padded rows; what stands behind a row's end is of no meaning."""
+    return run_rows_and_middle(model, rows, None)[0]
+
+
+def run_rows_and_middle(model: Any, rows: Sequence[TokenRow], reads_layer: int | None) -> tuple[Tensor, Tensor | None]:
+    """The same, and the middle layer's states where one is asked for."""
     longest = max(len(row.input_ids) for row in rows)
     ids_BT = torch.zeros(len(rows), longest, dtype=torch.int64)
     for line, row in enumerate(rows):
         ids_BT[line, : len(row.input_ids)] = torch.from_numpy(np.asarray(row.input_ids, np.int64))
     positions_BT = torch.arange(longest).expand(len(rows), -1)
     device = next(model.parameters()).device
-    return hidden_states(model, ids_BT.to(device), position_ids_BT=positions_BT.to(device))
+    return hidden_states_and_middle(
+        model, ids_BT.to(device), reads_layer=reads_layer, position_ids_BT=positions_BT.to(device)
+    )
 
 
 class CachedRows(Dataset):
@@ -265,13 +303,25 @@ class CachedRows(Dataset):
 
     def hidden(self, indices_M: Tensor) -> Tensor:
         """bf16 [M, D], in the order of the indices."""
-        first = self.shards[0]["hidden"]
+        return self._gather("hidden", indices_M)
+
+    def sight(self, indices_M: Tensor) -> dict[str, Tensor]:
+        """What heads see besides: seen int64 [K, M] and middle bf16 [M, D], where the cache holds them."""
+        found = {}
+        if "seen" in self.shards[0]:
+            found["seen"] = self._gather("seen", indices_M).T.long().contiguous()
+        if "middle" in self.shards[0]:
+            found["middle"] = self._gather("middle", indices_M)
+        return found
+
+    def _gather(self, name: str, indices_M: Tensor) -> Tensor:
+        first = self.shards[0][name]
         out_MD = torch.empty(len(indices_M), first.shape[1], dtype=first.dtype)
         owner_M = torch.searchsorted(self.starts, indices_M, right=True) - 1
         for number, shard in enumerate(self.shards):
             mine = (owner_M == number).nonzero().squeeze(1)
             if mine.numel():
-                out_MD[mine] = shard["hidden"].index_select(0, indices_M[mine] - self.starts[number])
+                out_MD[mine] = shard[name].index_select(0, indices_M[mine] - self.starts[number])
         return out_MD
 
     def select(self, keep_N: Tensor) -> None:
@@ -296,6 +346,7 @@ class CachedRows(Dataset):
             "hidden": self.hidden(indices_M),
             "labels": labels_CM,
             "row_M": self.row_N[indices_M],
+            **self.sight(indices_M),
             **extra,
         }
 

@@ -15,13 +15,13 @@ from medusa_train.checkpoint.save import check_target
 from medusa_train.config.recipe import HeadsOnly, Recipe
 from medusa_train.console import human_bytes, human_seconds, say
 from medusa_train.errors import UserError
-from medusa_train.modeling.backbone import output_projection
+from medusa_train.modeling.backbone import input_embeddings, output_projection
 from medusa_train.modeling.base import Base, load_base
 from medusa_train.provenance import command_line, environment, write_atomic
 from medusa_train.training.announce import ShardedStartCallback, announce, dry_save, expected_memory
 from medusa_train.training.arguments import training_arguments, uses_cache
 from medusa_train.training.batches import BinCollator, BinDataset
-from medusa_train.training.cache import CachedRows, build_cache, keep_batch
+from medusa_train.training.cache import CachedRows, Sight, build_cache, keep_batch
 from medusa_train.training.callbacks import ConsoleCallback, KeepBestCallback, describe_metrics
 from medusa_train.training.compiling import compile_blocks
 from medusa_train.training.drift import DriftCallback, check_bounds_apply, check_drift
@@ -82,7 +82,7 @@ def fit(recipe: Recipe, *, replay: Replay | None = None, restart: bool = False, 
     rows = load_training_rows(recipe, base)
     trainer = build_trainer(recipe, base, rows, run, replay)
     if given is None and uses_cache(recipe):
-        set_backbone_aside(base)
+        set_backbone_aside(base, embedding_too=recipe.heads.sees == "parent")
     expected = expected_memory(trainer)
     own = {type(callback): callback for callback in trainer.callback_handler.callbacks}
     with ExitStack() as stack:
@@ -164,16 +164,23 @@ def build_trainer(recipe: Recipe, base: Base, rows: Rows, run: RunFolder, replay
     if objective.trains_backbone:
         master_weights(backbone)
     projection = output_projection(backbone, len(base.tokenizer))
-    trainee = Trainee(heads, projection, objective, backbone if cached_train is None else None)
+    sees = heads.config.sees == "parent"
+    trainee = Trainee(
+        heads,
+        projection,
+        objective,
+        backbone if cached_train is None else None,
+        input_embeddings(backbone) if sees and cached_train is not None else None,
+    )
     check_sharding(trainee, arguments)
     heldout = None
     if rows.heldout:
-        heldout = HeldOutRows(rows.heldout, objective.shifts, inverse, cached_heldout)
+        heldout = HeldOutRows(rows.heldout, objective.shifts, inverse, cached_heldout, sees)
     if cached_train is not None:
         dataset, collator = cached_train, keep_batch
     else:
         dataset = BinDataset(rows.train, recipe.data.max_length, recipe.data.packing)
-        collator = BinCollator(objective.shifts, inverse, recipe.data.pad_to_multiple, _mask_builder(base.model))
+        collator = BinCollator(objective.shifts, inverse, recipe.data.pad_to_multiple, _mask_builder(base.model), sees)
         say(f"{len(rows.train)} rows in {len(dataset)} bins of at most {recipe.data.max_length} tokens")
     keep_best = KeepBestCallback(run, recipe.evaluation)
     callbacks = [ConsoleCallback(run), MemoryCallback(device)]
@@ -219,6 +226,7 @@ def _cached(
             some,
             (1, *objective.shifts) if name == "train" and recipe.loss.soft_targets else objective.shifts,
             options,
+            sight=Sight(recipe.heads.sees, recipe.heads.reads_layer),
             part=part,
             description=f"{name} rows",
         )

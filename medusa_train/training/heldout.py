@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from medusa_train.dataset.rows import TokenRow
-from medusa_train.training.cache import CachedRows, _groups, row_targets
+from medusa_train.training.cache import CachedRows, _groups, row_sight, row_targets
 from medusa_train.training.fused import Projection
 from medusa_train.training.ledger import CHECK_ROWS, CHECK_TOKENS
 from medusa_train.training.losses import IGNORE
@@ -165,6 +165,7 @@ class HeldOutRows:
     Args:
         cached: hidden states of exactly these rows, or None.
         inverse_map: token id -> row of a reduced projection, or None; lm channels are not mapped.
+        sees: the heads see tokens, which belong into the batches.
     """
 
     def __init__(
@@ -173,10 +174,11 @@ class HeldOutRows:
         shifts: Sequence[int],
         inverse_map: Tensor | None,
         cached: CachedRows | None,
+        sees: bool = False,
         forward_tokens: int = CHECK_TOKENS,
     ) -> None:
         self.rows, self.shifts, self.inverse_map, self.cached = rows, tuple(shifts), inverse_map, cached
-        self.forward_tokens = forward_tokens
+        self.sees, self.forward_tokens = sees, forward_tokens
 
     @property
     def num_heads(self) -> int:
@@ -203,12 +205,14 @@ class HeldOutRows:
         for indices_M in wanted.split(2048):
             targets_CM = cached.labels_NC[indices_M].T.long().contiguous()
             inputs = {"hidden": cached.hidden(indices_M), "labels": self._mapped(targets_CM), "targets": targets_CM}
+            inputs |= cached.sight(indices_M)
             yield HeldOutBatch(inputs, cached.row_N[indices_M].long(), cached.position_N[indices_M].long())
 
     def _to_run(self, group: Sequence[int]) -> HeldOutBatch:
         longest = max(len(self.rows[index].input_ids) for index in group)
         ids_BT = torch.zeros(len(group), longest, dtype=torch.int64)
         flat, labels, row_M, position_M = [], [], [], []
+        seen = []
         for line, index in enumerate(group):
             row = self.rows[index]
             ids_BT[line, : len(row.input_ids)] = torch.from_numpy(np.asarray(row.input_ids, np.int64))
@@ -216,6 +220,8 @@ class HeldOutRows:
             flat.append(positions + line * longest)
             labels.append(targets)
             row_M.append(torch.full_like(positions, index))
+            if self.sees:
+                seen.append(row_sight(row, positions, self.num_heads))
             position_M.append(positions)
         targets_CM = torch.cat(labels, dim=1)
         inputs = {
@@ -225,6 +231,8 @@ class HeldOutRows:
             "labels": self._mapped(targets_CM),
             "targets": targets_CM,
         }
+        if self.sees:
+            inputs["seen"] = torch.cat(seen, dim=1)
         return HeldOutBatch(inputs, torch.cat(row_M), torch.cat(position_M))
 
     def _mapped(self, targets_CM: Tensor) -> Tensor:

@@ -22,18 +22,20 @@ def block_parameters(hidden_size: int) -> int:
 
 
 def head_flops(config: HeadsConfig, rows: int) -> int:
-    """2 K T_h (R D^2 + V D) of a forward over `rows` rows, V' for reduced heads."""
+    """2 K T_h ((R + I - 1) D^2 + V D) of a forward over `rows` rows, V' if reduced; I: inputs of a first block."""
     size = config.hidden_size
-    return 2 * config.medusa_num_heads * rows * (config.medusa_num_layers * size * size + config.projection_rows * size)
+    products = config.medusa_num_layers + config.block_inputs - 1  # what heads see besides is read by the first block
+    return 2 * config.medusa_num_heads * rows * (products * size * size + config.projection_rows * size)
 
 
 def head_training_flops(config: HeadsConfig, rows: int) -> int:
     """Forward and backward: three products for own and reduced projections, two for a frozen shared one."""
     size, heads = config.hidden_size, config.medusa_num_heads
-    blocks = 2 * heads * rows * config.medusa_num_layers * size * size
+    layers, inputs = config.medusa_num_layers, config.block_inputs
+    product = 2 * heads * rows * size * size
     projections = 2 * heads * rows * config.projection_rows * size
-    # The first block's input is the frozen hidden state: no gradient of rows is needed there.
-    block_products = 3 * blocks - (blocks // max(config.medusa_num_layers, 1) if config.medusa_num_layers else 0)
+    # The first block's inputs are frozen: no gradient of rows is needed there.
+    block_products = (2 * inputs + 3 * (layers - 1)) * product if layers else 0
     return block_products + projections * (2 if config.contract == "shared" else 3)
 
 

@@ -84,6 +84,19 @@ def token_map_of(inverse_V: Tensor) -> Tensor:
     return tokens[inverse_V[tokens].argsort()]
 
 
+def seen_tokens(input_ids_BT: Tensor, num_heads: int) -> Tensor:
+    """seen_KBT: what head j sees at position t, the token at t+j+1: the one before its target t+j+2.
+
+    Where that lies past the end there is no target either; a 0 stands there. A target lies in the document of t, so the
+    token before it does too.
+    """
+    seen_KBT = input_ids_BT.new_zeros(num_heads, *input_ids_BT.shape)
+    length = input_ids_BT.shape[1]
+    for head in range(min(num_heads, length - 1)):
+        seen_KBT[head, :, : length - head - 1] = input_ids_BT[:, head + 1 :]
+    return seen_KBT
+
+
 def supervised_rows(labels_CBT: Tensor) -> tuple[Tensor, Tensor]:
     """Positions that any channel has a target at: (flat positions int64 [M], labels_CM)."""
     labels_CN = labels_CBT.flatten(1)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from medusa_train.config.recipe import HeadsOnly, Joint, LoraSection, Recipe, SelfDistill
 from medusa_train.modeling.heads import HeadsConfig
-from medusa_train.training.ledger import StepMemory, block_parameters, head_training_flops
+from medusa_train.training.ledger import StepMemory, head_training_flops
 from medusa_train.training.plan_memory import Micro, before_training, check_memory, recomputes, runs_on_cpu, step_memory
 from medusa_train.training.shapes import BackboneShape
 
@@ -79,6 +79,8 @@ def plan_recipe(
         hidden_size=shape.hidden,
         vocab_size=shape.vocab,
         reduced_vocab_size=recipe.heads.reduced_vocab_size,
+        sees=recipe.heads.sees,
+        reads_layer=recipe.heads.reads_layer,
     )
     cached = isinstance(recipe.policy, HeadsOnly) and recipe.policy.cache.enabled
     batch = int(recipe.training.get("per_device_train_batch_size", 2048 if cached else 8))
@@ -104,7 +106,7 @@ def plan_recipe(
 
 def trainable_numbers(recipe: Recipe, heads: HeadsConfig, shape: BackboneShape) -> dict[str, int]:
     """Trainable numbers by group, as `fit` prints them."""
-    blocks = heads.medusa_num_heads * heads.medusa_num_layers * block_parameters(heads.hidden_size)
+    blocks = heads.block_parameters()
     groups = {"residual blocks": blocks, "projections": heads.parameter_count() - blocks}
     policy = recipe.policy
     if isinstance(policy, Joint) and policy.adapter == "none":

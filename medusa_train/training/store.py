@@ -76,8 +76,8 @@ def heads_from(trained: MedusaHeads, tensors: dict[str, Tensor], dtype: torch.dt
     """A fresh set of heads with the trained tensors in `dtype`, on the CPU."""
     heads = MedusaHeads(trained.config, dtype=dtype)
     state = {name.removeprefix(HEADS): t.to(dtype) for name, t in tensors.items() if name.startswith(HEADS)}
-    if trained.token_map is not None:
-        state["token_map"] = trained.token_map.cpu()
+    for name, buffer in trained.named_buffers(recurse=False):  # what is fixed and not trained: token map, hidden_rms
+        state[name] = buffer.cpu()
     heads.load_state_dict(state, strict=True)
     return heads
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from medusa_train.modeling.backbone import OutputProjection, hidden_states
-from medusa_train.modeling.heads import MedusaHeads
+from medusa_train.modeling.backbone import OutputProjection, hidden_states_and_middle, input_embeddings
+from medusa_train.modeling.heads import MedusaHeads, Seen
 from medusa_train.training import fused, losses
 from medusa_train.training.fused import FusedOptions, Projection
 from medusa_train.training.ledger import CPU_PIECE_TOKENS
@@ -65,11 +65,17 @@ class Trainee(nn.Module):
 
     Args:
         backbone: the transformers model, a PeftModel around it, or None with cached hidden states.
+        embedding: the backbone's input embedding, where hidden states come from a cache and heads see tokens.
         projection: the backbone's output projection; `shared` heads, the lm channel and scale / soft-cap need it.
     """
 
     def __init__(
-        self, heads: MedusaHeads, projection: OutputProjection, objective: Objective, backbone: nn.Module | None
+        self,
+        heads: MedusaHeads,
+        projection: OutputProjection,
+        objective: Objective,
+        backbone: nn.Module | None,
+        embedding: nn.Module | None = None,
     ) -> None:
         super().__init__()
         self.heads, self.objective = heads, objective
@@ -82,6 +88,12 @@ class Trainee(nn.Module):
         if backbone is None and heads.projections is None:
             # Cached hidden states with shared heads: only the lm_head itself stays with the heads.
             self.frozen_projection = projection.module
+        self.frozen_embedding = embedding if backbone is None else None
+
+    @property
+    def embedding(self) -> nn.Module:
+        """The backbone's input embedding, whose rows heads with `sees: parent` see."""
+        return self.frozen_embedding if self.backbone is None else input_embeddings(self.backbone)
 
     @property
     def projection(self) -> OutputProjection:
@@ -118,6 +130,8 @@ class Trainee(nn.Module):
         soft_weights: Tensor | None = None,
         targets: Tensor | None = None,
         original: Tensor | None = None,
+        seen: Tensor | None = None,
+        middle: Tensor | None = None,
     ) -> dict[str, Tensor]:
         """Sums of every channel's loss over this micro-batch.
 
@@ -128,6 +142,8 @@ class Trainee(nn.Module):
             labels: int64 [C, M], IGNORE where a row has no target in a channel.
             rows: int64 [M], flat positions b*T+t of the supervised rows.
             hidden: [M, D] cached hidden states, in place of ids.
+            seen: int64 [K, M], the tokens that heads with `sees: parent` see.
+            middle: [M, D] cached hidden states of the middle layer, where the heads read one.
             soft_tokens, soft_weights: [C, M, k] soft targets of every channel, in place of the labels.
             expected: [C], the weights lambda_c / N_c by which the sums will be multiplied, if known.
 
@@ -135,14 +151,14 @@ class Trainee(nn.Module):
             sums [C] (fp32), hits [C, 10] exact-rank hits and ranked [C] among the rows that were ranked.
         """
         if targets is not None:
-            return self._score(labels, targets, original, rows, hidden, input_ids, position_ids)
+            return self._score(labels, targets, original, rows, hidden, input_ids, position_ids, seen, middle)
         teacher_MD = None
         if hidden is None:
             if self.objective.policy == "self_distill":
                 with torch.no_grad(), adapter_off(self.backbone):
-                    teacher_MD = self._rows(input_ids, position_ids, attention_mask, rows)
+                    teacher_MD, _ = self._rows(input_ids, position_ids, attention_mask, rows, None)
             with contextlib.nullcontext() if self.objective.trains_backbone else torch.no_grad():
-                hidden = self._rows(input_ids, position_ids, attention_mask, rows)
+                hidden, middle = self._rows(input_ids, position_ids, attention_mask, rows, self._reads_layer)
         hidden = self._compute(hidden)
         terms, ranked = [], []
         for index, name in enumerate(self.objective.channels):
@@ -154,16 +170,18 @@ class Trainee(nn.Module):
                 ranked.append(None)
                 continue
             soft = None if soft_tokens is None else (soft_tokens[index], soft_weights[index])
-            term, ranks = self._cross_entropy(self._channel(hidden, name), labels[index], options, soft)
+            term, ranks = self._cross_entropy(self._channel(hidden, name, seen, middle), labels[index], options, soft)
             terms.append(term)
             ranked.append(ranks)
         return {"sums": torch.stack([term.sum for term in terms]), **_stack_ranks(ranked, labels)}
 
-    def _rows_in_pieces(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor) -> Tensor:
+    def _rows_in_pieces(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor, reads_layer: int | None
+    ) -> tuple[Tensor, Tensor | None]:
         """A frozen backbone on a CPU, a few lines at a time: only the lines' supervised rows are kept."""
         length = input_ids.shape[1]
         lines = max(1, CPU_PIECE_TOKENS * torch.get_num_threads() // length)
-        found = []
+        found, middles = [], []
         for start in range(0, len(input_ids), lines):
             piece = slice(start, start + lines)
             mask = attention_mask
@@ -172,10 +190,18 @@ class Trainee(nn.Module):
             elif mask is not None:
                 mask = mask[piece]
             positions = None if position_ids is None else position_ids[piece]
-            hidden_bTD = hidden_states(self.backbone, input_ids[piece], attention_mask=mask, position_ids_BT=positions)
+            hidden_bTD, middle_bTD = hidden_states_and_middle(
+                self.backbone,
+                input_ids[piece],
+                reads_layer=reads_layer,
+                attention_mask=mask,
+                position_ids_BT=positions,
+            )
             mine = (rows >= start * length) & (rows < (start + lines) * length)
             found.append(hidden_bTD.flatten(0, 1).index_select(0, rows[mine] - start * length))
-        return torch.cat(found)
+            if middle_bTD is not None:
+                middles.append(middle_bTD.flatten(0, 1).index_select(0, rows[mine] - start * length))
+        return torch.cat(found), torch.cat(middles) if middles else None
 
     @torch.no_grad()
     def _score(
@@ -187,14 +213,16 @@ class Trainee(nn.Module):
         hidden: Tensor | None,
         input_ids: Tensor | None,
         position_ids: Tensor | None,
+        seen: Tensor | None,
+        middle: Tensor | None,
     ) -> dict[str, Tensor]:
         from medusa_train.training.heldout import score_rows
 
         if hidden is None:
-            hidden = self._rows(input_ids, position_ids, None, rows)
+            hidden, middle = self._rows(input_ids, position_ids, None, rows, self._reads_layer)
         hidden = self._compute(hidden)
         names = ("lm" if name == "kl" else name for name in self.objective.channels)
-        channels = [self._channel(hidden, name) for name in names]
+        channels = [self._channel(hidden, name, seen, middle) for name in names]
         valid = self.projection.valid_vocab_size if self.heads.token_map is None else None
         proposable = [valid if shift >= 2 else None for shift in self.objective.shifts]
         before = None if original is None else self.original_projection(self._compute(original))
@@ -221,13 +249,25 @@ class Trainee(nn.Module):
         weight, bias = self._original
         return Projection(((rows_MD, weight),), bias, self.projection.scale, self.projection.softcap)
 
-    def _rows(self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor) -> Tensor:
+    @property
+    def _reads_layer(self) -> int | None:
+        return self.heads.config.reads_layer
+
+    def _rows(
+        self, input_ids: Tensor, position_ids: Tensor, attention_mask: Any, rows: Tensor, reads_layer: int | None
+    ) -> tuple[Tensor, Tensor | None]:
+        """(hidden_MD, middle_MD or None) at the supervised rows."""
         if input_ids.device.type == "cpu" and not torch.is_grad_enabled() and len(input_ids) > 1:
-            return self._rows_in_pieces(input_ids, position_ids, attention_mask, rows)
-        hidden_BTD = hidden_states(
-            self.backbone, input_ids, attention_mask=attention_mask, position_ids_BT=position_ids
+            return self._rows_in_pieces(input_ids, position_ids, attention_mask, rows, reads_layer)
+        hidden_BTD, middle_BTD = hidden_states_and_middle(
+            self.backbone,
+            input_ids,
+            reads_layer=reads_layer,
+            attention_mask=attention_mask,
+            position_ids_BT=position_ids,
         )
-        return hidden_BTD.flatten(0, 1).index_select(0, rows)
+        middle_MD = None if middle_BTD is None else middle_BTD.flatten(0, 1).index_select(0, rows)
+        return hidden_BTD.flatten(0, 1).index_select(0, rows), middle_MD
 
     def _compute(self, rows_MD: Tensor) -> Tensor:
         """Rows in the dtype of the computation: autocast's where it is on, else the heads' own."""
@@ -236,11 +276,15 @@ class Trainee(nn.Module):
             return rows_MD.to(torch.get_autocast_dtype(kind))
         return rows_MD.to(next(self.heads.parameters()).dtype)
 
-    def _channel(self, hidden_MD: Tensor, name: str) -> Projection:
+    def _channel(self, hidden_MD: Tensor, name: str, seen_KM: Tensor | None, middle_MD: Tensor | None) -> Projection:
         if name == "lm":
             return projection_of(self.projection, hidden_MD)
         head = int(name.removeprefix("head"))
-        features_MD = self.heads.features(hidden_MD, head).to(hidden_MD.dtype)
+        seen = None
+        if self.heads.config.sees == "parent":
+            with torch.no_grad():  # the embedding is read as it stands; heads never train it
+                seen = Seen(self.embedding(seen_KM[head]), middle_MD)
+        features_MD = self.heads.features(hidden_MD, head, seen).to(hidden_MD.dtype)
         if self.heads.projections is None:
             return projection_of(self.projection, features_MD)
         linear = self.heads.projections[head]

@@ -37,6 +37,7 @@ from medusa_train.training.zero import leave_frozen_out, save_deepspeed_run
 
 FORWARD = (
     "labels", "rows", "hidden", "input_ids", "position_ids", "attention_mask", "soft_tokens", "soft_weights",
+    "seen", "middle",
 )  # fmt: skip
 
 

@@ -195,7 +195,7 @@ def test_the_reference_keeps_fp32_logits_under_autocast(monkeypatch: pytest.Monk
     teacher, student = (torch.randn(20, 32, generator=generator).bfloat16() for _ in range(2))
     labels = torch.randint(0, 64, (1 + HEADS, 20), generator=generator)
     rows = iter([teacher, student])
-    monkeypatch.setattr(trainee, "_rows", lambda *_: next(rows))
+    monkeypatch.setattr(trainee, "_rows", lambda *_: (next(rows), None))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         sums = trainee(labels, input_ids=torch.zeros(1, 1))["sums"]
     lora = trainee.projection.module
