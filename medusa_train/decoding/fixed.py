@@ -108,10 +108,13 @@ class FixedForward:
         if self._launch != "graph":
             return self._run()
         if self._graph is None:
-            self._record()
+            # A capture goes to the current device, which need not be the model's.
+            with torch.cuda.device(self._decoder.device):
+                self._record()
         if self._graph is None:
             return self._run()
-        self._graph.replay()
+        with torch.cuda.device(self._decoder.device):
+            self._graph.replay()
         return self._outputs
 
     def _record(self) -> None:
@@ -124,8 +127,11 @@ class FixedForward:
         torch.cuda.current_stream(self._decoder.device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph):
+            # thread_local: another thread's work on the device (a server's, say) must not break the capture.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 self._outputs = self._forward()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             # Some families wait for the device inside their forward (routing of experts, say).
             if not self._may_fall_back:

@@ -185,6 +185,11 @@ def output_projection(model: nn.Module, valid_vocab_size: int | None = None) -> 
     return OutputProjection(lm_head, scale, None if softcap is None else float(softcap), valid_vocab_size)
 
 
+# Decoders that take every argument that a tree needs and are wrong with it in silence: why. tests/decoding and
+# scripts/sweep_families.py hold decoding against generate.
+INEXACT = {"gpt_neo": "its local attention counts slots of the cache, not positions"}
+
+
 def check_supported(model: nn.Module) -> None:
     """Refuses, by name and with the reason, a backbone that Medusa decoding cannot be exact on.
 
@@ -200,7 +205,15 @@ def check_supported(model: nn.Module) -> None:
             f"{name} keeps a recurrent state, which a tree of guesses cannot fork and roll back",
             fix="use an attention-only model (Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX, GPT-2, ...)",
         )
-    decoder = decoder_of(inner)
+    text = inner.config.get_text_config(decoder=True)
+    if text.model_type in INEXACT:
+        raise UserError(f"{name} is not known to decode exactly: {INEXACT[text.model_type]}")
+    if getattr(text, "alibi", False):
+        raise UserError(f"{name} has ALiBi positions, which follow slots, not tree depth")
+    try:
+        decoder = decoder_of(inner)
+    except Exception as error:
+        raise _cannot_run(name, error) from error
     parameters = inspect.signature(decoder.forward).parameters
     for needed in ("position_ids", "attention_mask", "cache"):
         if needed not in parameters and "kwargs" not in parameters:
@@ -209,6 +222,25 @@ def check_supported(model: nn.Module) -> None:
         raise UserError(f"{name} takes no position_ids (ALiBi-like positions follow slots, not tree depth)")
     projection = output_projection(inner)
     _check_logits_follow(inner, projection, name)
+
+
+def _cannot_run(name: str, error: Exception) -> UserError:
+    said = " ".join(str(error).split())[:200]
+    return UserError(
+        f"{name} cannot be run as a decoder and an lm_head: {type(error).__name__}: {said}",
+        fix="use a decoder-only model of another family (Llama, Mistral, Qwen, Gemma, Phi, GPT-NeoX, GPT-2, ...)",
+    )
+
+
+def _not_finite(model: nn.Module, name: str) -> UserError:
+    for tensor_name, tensor in model.named_parameters():
+        if tensor.dtype.is_floating_point and not tensor.isfinite().all():
+            return UserError(
+                f"{name}: a weight holds NaN or infinity", where=tensor_name, fix="download or convert the base again"
+            )
+    return UserError(
+        f"{name}: its logits are not finite in {model.dtype}, though its weights are", fix="load it with dtype float32"
+    )
 
 
 @torch.no_grad()
@@ -222,8 +254,14 @@ def _check_logits_follow(model: nn.Module, projection: OutputProjection, name: s
         ids_BT = torch.tensor([[1, 2, 3]], device=device) % projection.vocab_size
         expected = model(input_ids=ids_BT, use_cache=False).logits.float()
         found = projection(hidden_states(model, ids_BT)).float()
+    except (UserError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise _cannot_run(name, error) from error
     finally:
         model.train(was_training)
+    if not expected.isfinite().all():
+        raise _not_finite(model, name)
     tolerance = 1e-4 if projection.weight.dtype == torch.float32 else 5e-2
     if expected.shape != found.shape or not torch.allclose(expected, found, rtol=tolerance, atol=tolerance):
         worst = (expected - found).abs().max().item() if expected.shape == found.shape else float("nan")

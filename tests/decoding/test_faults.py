@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import StoppingCriteriaList
+from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteriaList
 
 from medusa_train.decoding.decode import TreeDecoder, decode
 from medusa_train.decoding.generation import medusa_generate
@@ -14,6 +14,7 @@ from medusa_train.decoding.masks import TreeMasks
 from medusa_train.decoding.settings import DecodeSettings
 from medusa_train.decoding.stopping import eos_token_ids
 from medusa_train.decoding.tree import DraftTree, build_buffers
+from medusa_train.errors import UserError
 from tests.decoding.helpers import EOS, PAD, VOCAB, ScriptedHeads, generated, model_of, random_heads, random_prompt
 from tests.tiny import tiny_model
 
@@ -126,3 +127,40 @@ def test_the_tokenizer_s_end_token_counts_too() -> None:
     model.generation_config.eos_token_id = [free[9]]
     assert set(eos_token_ids(model, tokenizer)) == {free[4], free[9]}
     assert eos_token_ids(model) == (free[9],)
+
+
+def made_of(model_type: str, **config) -> torch.nn.Module:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, vocab_size=VOCAB, **config)).eval()
+
+
+def test_gpt_neo_s_local_windows_are_refused() -> None:
+    """Its local window counts slots and stands in no layer_types: answers were wrong in silence."""
+    small = dict(hidden_size=32, num_layers=2, num_heads=2, max_position_embeddings=512, window_size=16)
+    model = made_of("gpt_neo", attention_types=[[["global", "local"], 1]], **small)
+    with pytest.raises(UserError, match=r"GPTNeoForCausalLM(.|\n)*not known to decode exactly"):
+        TreeDecoder(model)
+
+
+def test_a_probe_that_fails_is_a_refusal_by_name() -> None:
+    """Falcon with ALiBi, and any model whose forward cannot be called as a tree needs: no raw library error."""
+    falcon = made_of("falcon", hidden_size=32, num_hidden_layers=2, num_attention_heads=2, alibi=True)
+    with pytest.raises(UserError, match="FalconForCausalLM"):
+        TreeDecoder(falcon)
+
+    model = tiny_model("llama", vocab_size=VOCAB)
+
+    def broken(*args, **kwargs):
+        raise AttributeError("'NoneType' object has no attribute 'shape'")
+
+    model.model.layers[0].forward = broken
+    with pytest.raises(UserError, match=r"LlamaForCausalLM(.|\n)*AttributeError"):
+        TreeDecoder(model)
+
+
+def test_a_weight_that_is_not_finite_is_named() -> None:
+    model = tiny_model("llama", vocab_size=VOCAB)
+    with torch.no_grad():
+        model.model.layers[1].mlp.down_proj.weight[3, 4] = torch.nan
+    with pytest.raises(UserError, match=r"model\.layers\.1\.mlp\.down_proj\.weight: .*NaN"):
+        TreeDecoder(model)
