@@ -49,9 +49,21 @@ def read_report(path: Path) -> dict[str, Any]:
 
 
 def render_card(
-    manifest: HeadsManifest, *, form: str, report: dict[str, Any] | None, heads_bytes: int, repo_id: str | None = None
+    manifest: HeadsManifest,
+    *,
+    form: str,
+    report: dict[str, Any] | None,
+    heads_bytes: int,
+    repo_id: str | None = None,
+    changed: str | None = None,
 ) -> str:
-    """The README.md of a checkpoint or an export, with the hub's front matter."""
+    """The README.md of a checkpoint or an export, with the hub's front matter.
+
+    Args:
+        changed: "merged" or "adapter" where the export carries the changed backbone so; else as the checkpoint does.
+    """
+    if changed in ("merged", "adapter"):
+        manifest = manifest.model_copy(update={"backbone": manifest.backbone.model_copy(update={"changed": changed})})
     base = manifest.backbone.name
     on_hub = _is_hub_id(base)
     front: dict[str, Any] = {
@@ -144,6 +156,8 @@ def _estimate(value: dict[str, Any] | None, unit: str = "") -> str:
 
 def _loading(form: str, manifest: HeadsManifest, repo_id: str | None) -> str:
     where, base = repo_id or "FOLDER", manifest.backbone.name if _is_hub_id(manifest.backbone.name) else "BASE"
+    if manifest.backbone.changed == "merged":
+        base = f"{where}/{abi.BACKBONE_FOLDER}"
     heads = manifest.medusa_num_heads
     vllm = (
         "```python\nfrom vllm import LLM  # 0.25 to 0.32; later versions have no Medusa\n\n"

@@ -126,6 +126,7 @@ def _export(
         report=read_report(found) if found else None,
         heads_bytes=manifest.files["medusa_heads.safetensors"].bytes,
         repo_id=repo_id,
+        changed=None if backbone is None else backbone.value,
     )
     done = export_checkpoint(
         folder,

@@ -124,6 +124,19 @@ def test_wrong_input_is_one_line_and_code_2(tmp_path: Path, run, words: list[str
     load_checkpoint(folder, verify="hashes")
 
 
+def test_card_says_how_the_changed_backbone_travels(tmp_path: Path) -> None:
+    """`export --backbone merged` writes a whole model; the card told of an adapter, and served the bare base."""
+    manifest = load_checkpoint(save_toy(tmp_path / "heads")).manifest
+    entry = manifest.backbone.model_copy(update={"changed": "adapter"})
+    manifest = manifest.model_copy(update={"policy": "joint", "backbone": entry})
+    told = {"report": None, "heads_bytes": 10}
+    kept = render_card(manifest, form="vllm", **told)
+    assert "changed by the adapter in `adapter/`" in kept and 'LLM(model="toy/base"' in kept
+    merged = render_card(manifest, form="vllm", changed="merged", **told)
+    assert "it lies whole in `backbone/`" in merged and "adapter in `adapter/`" not in merged
+    assert 'LLM(model="FOLDER/backbone"' in merged
+
+
 def test_card_hides_folders_of_the_training_machine(tmp_path: Path) -> None:
     from tests.checkpoint.support import toy_backbone
 
