@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VICUNA = "models--lmsys--vicuna-7b-v1.3"
 SMALL = ["base.quantization=null", "base.dtype=float32", "training.optim=adamw_torch", "training.bf16=false",
          "heads.medusa_num_heads=2", "data.max_length=256", "training.max_steps=2", "training.use_cpu=true",
-         "data.max_drop_fraction=1.0"]  # fmt: skip
+         "data.max_drop_fraction=1.0", "data.heldout_fraction=0.3"]  # fmt: skip
 
 
 def hub_with_vicuna(folder: Path) -> dict[str, str]:
