@@ -169,6 +169,9 @@ def command(
 
         checkpoints = [str(newest_checkpoint())]
         say(f"checkpoint: {checkpoints[0]}, the newest under runs/")
+        if not tree and not (Path(checkpoints[0]) / "tree.json").exists():
+            tree = ["chain"]
+            say(f"no tree yet: measuring the chain (`medusa-train tree {checkpoints[0]}` searches one)")
     modes = tuple(dict.fromkeys(entry.value for entry in mode or [AcceptanceMode.greedy]))
     _check_options(modes, temperature, top_k, top_p, max_prompts, full)
     from medusa_train.evaluation.arms import STORED, ArmRequest, open_groups

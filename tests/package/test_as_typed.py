@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VICUNA = "models--lmsys--vicuna-7b-v1.3"
 SMALL = ["base.quantization=null", "base.dtype=float32", "training.optim=adamw_torch", "training.bf16=false",
          "heads.medusa_num_heads=2", "data.max_length=256", "training.max_steps=2", "training.use_cpu=true",
-         "data.max_drop_fraction=1.0"]  # fmt: skip
+         "data.max_drop_fraction=1.0", "data.heldout_fraction=0.3"]  # fmt: skip
 
 
 def hub_with_vicuna(folder: Path) -> dict[str, str]:
@@ -73,7 +73,9 @@ def test_the_wheel_alone_does_the_same(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True, timeout=300)
     python = tmp_path / "venv/bin/python"
     (wheel,) = (tmp_path / "dist").glob("*.whl")
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-deps", str(wheel)], check=True, timeout=300)
+    # A PYTHONPATH that names the checkout would make pip find medusa-train installed already.
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--force-reinstall", str(wheel)]
+    subprocess.run(install, check=True, timeout=300, env=os.environ | {"PYTHONPATH": ""})
     (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
     dependencies = [path for path in sys.path if path.endswith("site-packages")]
     (packages / "dependencies.pth").write_text("\n".join(dependencies) + "\n")
