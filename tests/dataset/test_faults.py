@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import httpx
 import pytest
 
 from medusa_train.dataset import load_rows
+from medusa_train.dataset.backend_server import _parsed
 from medusa_train.dataset.distill import DistillSettings
 from medusa_train.dataset.job import LocalOptions, SynthesizeOptions, distill
+from medusa_train.dataset.run_server import request_body
+from medusa_train.dataset.server_styles import Dialect
 from medusa_train.errors import UserError
 from medusa_train.modeling.base import load_base
 from tests.dataset.test_reading import write
@@ -42,6 +46,27 @@ def test_a_users_category_named_synthesized_is_sharded_like_any_other(base, tmp_
     path = write(tmp_path / "p.jsonl", *rows)
     kept = [go(base, path, tmp_path / str(n), shard=(n, 2)).counts.rows for n in (1, 2)]
     assert sum(kept) == 8
+
+
+def test_every_sampling_parameter_is_sent_also_neutral_ones() -> None:
+    # vLLM fills in what is absent from the model's generation_config.
+    body = request_body({"max_new_tokens": 9, "temperature": 0.0, "top_p": 1.0, "top_k": 0}, seed=1)
+    neutral = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    assert body | neutral == body
+
+
+def test_a_neutral_parameter_that_a_server_refuses_is_left_out_and_another_is_not() -> None:
+    body = request_body({"max_new_tokens": 9, "temperature": 0.7, "top_p": 0.9, "top_k": 0}, seed=1)
+    simpler = Dialect().simpler(body, "unknown field top_k")
+    assert simpler is not None and "top_k" not in simpler.fields(body) and simpler.fields(body)["top_p"] == 0.9
+    strict = {"top_k", "min_p", "repetition_penalty", "return_token_ids"}
+    plain = Dialect().simpler(body, "extra inputs are not permitted")
+    assert plain is not None and not strict & set(plain.fields(body)) and plain.fields(body)["top_p"] == 0.9
+
+
+def test_an_answer_cut_in_mid_thought_is_counted_and_not_tried_again() -> None:
+    data = {"choices": [{"message": {"content": None, "reasoning": "hm"}, "finish_reason": "length"}]}
+    assert "length" in (_parsed(httpx.Response(200, json=data)).refusal or "")
 
 
 def test_other_settings_of_made_up_prompts_are_another_job(base, prompts: Path, tmp_path: Path) -> None:
