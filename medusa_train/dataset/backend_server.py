@@ -246,6 +246,8 @@ def _parsed(response: Any) -> Reply:
         raise Retry(f"half an answer: {type(error).__name__}") from error
     if finish in ("tool_calls", "function_call", "content_filter"):
         return Reply(refusal=f"finish_reason {finish}")  # it would be so again
+    if text is None and finish == "length":
+        return Reply(refusal="cut by length before its text began")  # in mid-thought; it would be so again
     if not isinstance(text, str) or finish not in ("stop", "length", "eos", "eos_token", "stop_sequence"):
         raise Retry(f"half an answer: finish_reason {finish!r}")
     ids, prompt_ids = answer_ids(data)

@@ -246,9 +246,21 @@ class Job:
         return f"{human_count(self._tokens)} tokens, {self._tokens / seconds:,.0f} tokens/s"
 
     def finish(self, started: float) -> None:
-        """Marks the job complete and says what it holds."""
-        self.write_manifest(complete=True)
+        """Marks the job complete and says what it holds.
+
+        Raises:
+            UserError: every prompt was skipped.
+        """
         counts = self.counts
+        if counts.skipped and not counts.rows:
+            self.write_manifest()
+            reasons = ", ".join(f"{name} {count}" for name, count in counts.skipped.most_common())
+            raise UserError(
+                f"no prompt was answered; skipped: {reasons}",
+                where=str(self.out),
+                fix="give shorter prompts or a smaller --max-new-tokens",
+            )
+        self.write_manifest(complete=True)
         text = (
             f"{self.journal.path}: {counts.rows} rows ({counts.resumed} from before),"
             f" {human_count(counts.generated_tokens)} supervised tokens;"

@@ -85,15 +85,21 @@ def distill(
         names = {"revision": revision, "chat_template": chat_template, "trust_remote_code": trust_remote_code}
         loaded = _load(base, names, local, device, server)
         resolved = resolve_settings(settings, loaded)
+        if synthesize is not None and synthesize.count:
+            # How many are made up may grow; how they are made decides the rows.
+            resolved |= {
+                "synthesize_temperature": synthesize.temperature,
+                "synthesize_max_tokens": synthesize.max_tokens,
+            }
         identity = base_identity(loaded, "local" if server is None else "server")
         if server is not None:
             identity["server_model"] = server.model
         job_hash = job.begin(identity, resolved, described, identity["backend"])
+        made: list[Conversation] = []
         if synthesize is not None and synthesize.count:
             made, facts = _make_up(loaded, wanted, job, settings, synthesize, local)
-            wanted = [*wanted, *made]
             job.write_manifest(synthesized=facts)
-        todo = _todo(job, wanted, resolved, job_hash, shard)
+        todo = _todo(job, wanted, made, resolved, job_hash, shard)
         if todo and server is None:
             from medusa_train.dataset.run_local import run_local
 
@@ -107,13 +113,19 @@ def distill(
 
 
 def _todo(
-    job: Job, prompts: list[Conversation], resolved: dict[str, Any], job_hash: str, shard: tuple[int, int]
+    job: Job,
+    prompts: list[Conversation],
+    made: list[Conversation],
+    resolved: dict[str, Any],
+    job_hash: str,
+    shard: tuple[int, int],
 ) -> list:
     # A made-up prompt belongs to the shard that made it up; all others go by their row's name.
+    made_up = {prompt.prompt_key for prompt in made}
     every = [
         dialogue
-        for dialogue in dialogues_of(prompts, resolved, job_hash)
-        if dialogue.prompt.category == "synthesized" or in_shard(dialogue.id, shard)
+        for dialogue in dialogues_of([*prompts, *made], resolved, job_hash)
+        if dialogue.prompt.prompt_key in made_up or in_shard(dialogue.id, shard)
     ]
     todo = [dialogue for dialogue in every if dialogue.id not in job.done]
     job.counts.resumed = len(every) - len(todo)

@@ -30,9 +30,19 @@ def shard_suffix(shard: tuple[int, int]) -> str:
 
 
 def is_journal(path: str | Path) -> bool:
-    """Whether a path is a folder that `distill` wrote."""
-    folder = Path(path).expanduser()
-    return folder.is_dir() and any(folder.glob(PATTERN)) and any(folder.glob("manifest*.json"))
+    """Whether a path is a folder that `distill` wrote, or a file of its rows, under whatever name and without its
+    manifest too."""
+    path = Path(path).expanduser()
+    if path.is_dir():
+        return any(path.glob(PATTERN)) and any(path.glob("manifest*.json"))
+    if not path.is_file() or path.suffix != ".jsonl":
+        return False
+    with open(path, "rb") as handle:
+        try:
+            record = json.loads(handle.readline())
+        except ValueError:
+            return False
+    return isinstance(record, dict) and record.keys() >= set(ROW_FIELDS)
 
 
 class Journal:
@@ -143,9 +153,19 @@ def _read_at(path: Path, required: Sequence[str]) -> Iterator[tuple[int, int, di
             offset += len(line)
 
 
-def journal_files(folder: str | Path) -> list[Path]:
-    """The journals of a folder, shards in order."""
-    return sorted(Path(folder).expanduser().glob(PATTERN))
+def journal_files(path: str | Path) -> list[Path]:
+    """The journals of a folder, shards in order; a file is its own only journal."""
+    path = Path(path).expanduser()
+    return [path] if path.is_file() else sorted(path.glob(PATTERN))
+
+
+def _manifests(path: str | Path) -> list[Path]:
+    """The manifests of a folder, or the one of a journal's file, where they are."""
+    path = Path(path).expanduser()
+    if not path.is_file():
+        return sorted(path.glob("manifest*.json"))
+    beside = path.with_name(path.name.replace("rows", "manifest", 1)).with_suffix(".json")
+    return [beside] if beside.is_file() and beside != path else []
 
 
 def journal_records(folder: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -194,7 +214,7 @@ def manifest_name(shard: tuple[int, int]) -> str:
 
 def check_journal_base(folder: str | Path, base: Any) -> None:
     """Refuses rows whose chat template is another one: their ids would not be what generation sees."""
-    for path in sorted(Path(folder).expanduser().glob("manifest*.json")):
+    for path in _manifests(folder):
         stored = json.loads(path.read_text(encoding="utf-8")).get("base", {})
         if stored.get("template_hash") not in (None, base.template_hash):
             raise UserError(

@@ -91,7 +91,10 @@ def run_local(
                 prompt_ids = render_prompt(base, dialogue.messages)
                 engine.submit(Request(dialogue, prompt_ids, resolved["max_new_tokens"], seed, wave=turn))
             except UserError as error:
-                job.counts.skipped[error.what.split(":")[0][:80]] += 1
+                # Lengths differ from prompt to prompt; the reason is one.
+                too_long = "exceed the model's context" in error.what
+                reason = "longer than the context" if too_long else error.what.split(":")[0][:80]
+                job.counts.skipped[reason] += 1
                 dialogue.give_up()
                 if turn:
                     job.keep(dialogue, "local")

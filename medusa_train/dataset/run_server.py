@@ -87,17 +87,17 @@ async def _answer_all(
 
 
 def request_body(resolved: dict[str, Any], seed: int) -> dict[str, Any]:
-    """The decoding part of a chat completion request."""
-    body: dict[str, Any] = {
+    """The decoding part of a chat completion request, neutral values too: vLLM and SGLang fill what is absent from the
+    model's generation_config (-1 is their top_k of all tokens)."""
+    return {
         "max_tokens": resolved["max_new_tokens"],
         "temperature": resolved["temperature"],
         "seed": seed,
+        "top_p": resolved["top_p"],
+        "top_k": resolved["top_k"] or -1,
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
     }
-    if resolved["top_p"] < 1:
-        body["top_p"] = resolved["top_p"]
-    if resolved["top_k"] > 0:
-        body["top_k"] = resolved["top_k"]
-    return body
 
 
 def _take(dialogue: Dialogue, reply: Reply, base: Any, resolved: dict[str, Any]) -> bool:

@@ -20,6 +20,8 @@ ASKS: dict[str, tuple[str, ...]] = {
     LLAMA_CPP: ("return_tokens",),
 }
 ASKS_OF_OTHERS = ("return_token_ids",)
+# Values that change nothing: a server that does not know the field may go without.
+NEUTRAL = {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
 
 
 @dataclass(frozen=True)
@@ -50,12 +52,13 @@ class Dialect:
     def simpler(self, body: dict[str, Any], error: str) -> Dialect | None:
         """What to try after the answer 400 or 422; None where nothing is left that may be given up.
 
-        Given up are the ways of asking for ids, and ``seed``, which no greedy answer needs. ``top_p`` and ``top_k`` are
-        not: without them the answers would be other ones.
+        Given up are the ways of asking for ids, parameters at their neutral value, and ``seed``, which no greedy
+        answer needs. A ``top_p`` or ``top_k`` that cuts is not: without it the answers would be other ones.
         """
         if "max_completion_tokens" in error and not self.new_length_field:
             return replace(self, new_length_field=True)
-        asks = self.asks()
+        neutral = [name for name, value in NEUTRAL.items() if body.get(name) == value and name not in self.omitted]
+        asks = [*self.asks(), *neutral]
         optional = [*asks, *(["seed"] if "seed" in body and "seed" not in self.omitted else [])]
         named = [name for name in optional if re.search(rf"\b{name}\b", error)]
         if named or asks:
