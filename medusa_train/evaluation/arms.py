@@ -150,6 +150,8 @@ def _text_functions(base: Any) -> dict[str, Any]:
                 hidden_1tD = hidden_states(base.model, piece_1t, cache=cache)
             return output_projection(base.model)(hidden_1tD[:, -1])[0].float().tolist()
 
+    from medusa_train.decoding.stopping import rope_switch
+
     config = base.model.config.get_text_config(decoder=True)
     return {
         "render": lambda messages: render_prompt(base, [Message(role, content) for role, content in messages]),
@@ -157,6 +159,7 @@ def _text_functions(base: Any) -> dict[str, Any]:
         "answer_text": lambda ids: base.tokenizer.decode(list(ids), skip_special_tokens=True).strip(),
         "next_logits": next_logits,
         "context_length": getattr(config, "max_position_embeddings", None),
+        "rope_switch": rope_switch(base.model.config),
     }
 
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from medusa_train.evaluation.divergence import NextLogits
 from medusa_train.evaluation.records import AnswerRecord
 from medusa_train.evaluation.schema import Mode
+
+if TYPE_CHECKING:
+    from medusa_train.decoding.stopping import RopeSwitch
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,7 @@ class OpenedGroup:
         generate: transformers' own greedy generate, where asked for.
         arms: one decoder per entry of info.arms.
         context_length: most positions the model takes, None for no limit.
+        rope_switch: where rotary frequencies change, None where they never do.
     """
 
     info: GroupInfo
@@ -80,6 +85,7 @@ class OpenedGroup:
     generate: Decoder | None
     arms: tuple[Decoder, ...]
     context_length: int | None = None
+    rope_switch: RopeSwitch | None = None
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ import os
 from pathlib import Path
 from typing import Any
 
+import medusa_train
 from medusa_train.errors import UserError
 from medusa_train.evaluation.records import PromptRecord
-from medusa_train.provenance import sha256_json
+from medusa_train.provenance import sha256_file, sha256_json
 
 JOURNAL_VERSION = 1
 
@@ -20,6 +21,16 @@ JOURNAL_VERSION = 1
 def settings_hash(settings: dict[str, Any]) -> str:
     """Hash of everything that decides what a prompt's record holds (12 hex digits)."""
     return sha256_json({"journal": JOURNAL_VERSION, **settings})[:12]
+
+
+def source_hash(package: Path | None = None) -> str:
+    """Hash of every module of medusa-train (12 hex digits): records of a program that has changed are not reused.
+
+    The version alone would not do: a checkout keeps its version while its decoder is mended.
+    """
+    package = package or Path(medusa_train.__file__).parent
+    files = {path.relative_to(package).as_posix(): sha256_file(path) for path in package.rglob("*.py")}
+    return sha256_json(files)[:12]
 
 
 class Journal:

@@ -19,7 +19,7 @@ from medusa_train.console import progress, say
 from medusa_train.errors import UserError
 from medusa_train.evaluation.divergence import judge
 from medusa_train.evaluation.groups import Decoder, GroupInfo, OpenedGroup, RunOptions
-from medusa_train.evaluation.journal import Journal
+from medusa_train.evaluation.journal import Journal, source_hash
 from medusa_train.evaluation.records import AnswerRecord, PromptRecord, TurnRecord
 from medusa_train.evaluation.schema import AcceptanceReport
 from medusa_train.evaluation.suites import Suite, SuitePrompt
@@ -93,7 +93,12 @@ def _machine() -> dict[str, Any]:
     """What times depend on beside the settings: records of two machines or thread counts are never mixed."""
     facts = environment()
     versions = {name: facts["versions"].get(name) for name in ("torch", "transformers")}
-    return {"processor": facts["processor"], "threads": facts.get("torch_threads"), **versions}
+    return {
+        "processor": facts["processor"],
+        "threads": facts.get("torch_threads"),
+        "medusa-train": source_hash(),
+        **versions,
+    }
 
 
 def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Journal) -> list[PromptRecord]:
@@ -106,7 +111,7 @@ def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Jou
         # Counted in tokens: an answer takes long enough to look like a hang. What one leaves unused counts as done.
         total = turns * len(_decoders(group)) * options.max_new_tokens
         with progress(f"decoding {suite.name}", total=total, unit="tokens") as bar:
-            _warm_up(group, todo[0][1], options)
+            _warm_up(group, [prompt for _, prompt in todo], options)
             rounds = tokens = 0
             for index, prompt in todo:
                 record = measure_prompt(group, prompt, options, index, bar.advance)
@@ -120,13 +125,14 @@ def _measure(group: OpenedGroup, suite: Suite, options: RunOptions, journal: Jou
     return [replace(journal.records[prompt.id], category=prompt.category) for prompt in suite.prompts]
 
 
-def _warm_up(group: OpenedGroup, prompt: SuitePrompt, options: RunOptions) -> None:
-    """Runs every arm once, uncounted: first calls pay for thread pools, kernels and lazily built buffers."""
-    prompt_ids = group.render([*prompt.context, ("user", prompt.turns[0])])
-    if not _fits(group, prompt_ids):
-        return
-    for decoder in _decoders(group).values():
-        decoder(prompt_ids, min(WARMUP_TOKENS, options.max_new_tokens), options.seed, lambda _: None)
+def _warm_up(group: OpenedGroup, prompts: Sequence[SuitePrompt], options: RunOptions) -> None:
+    """Runs every arm once on the first prompt that fits, uncounted: first calls pay for thread pools and kernels."""
+    for prompt in prompts:
+        prompt_ids = group.render([*prompt.context, ("user", prompt.turns[0])])
+        if _refusal(group, prompt_ids, options) is None:
+            for decoder in _decoders(group).values():
+                decoder(prompt_ids, min(WARMUP_TOKENS, options.max_new_tokens), options.seed, lambda _: None)
+            return
 
 
 def _decoders(group: OpenedGroup) -> dict[tuple[str, str | int], Decoder]:
@@ -137,8 +143,17 @@ def _decoders(group: OpenedGroup) -> dict[tuple[str, str | int], Decoder]:
     return found | {("arm", number): decoder for number, decoder in enumerate(group.arms)}
 
 
-def _fits(group: OpenedGroup, prompt_ids: Sequence[int]) -> bool:
-    return group.context_length is None or len(prompt_ids) < group.context_length
+def _refusal(group: OpenedGroup, prompt_ids: Sequence[int], options: RunOptions) -> str | None:
+    """Why some arm cannot answer this prompt; None where all can."""
+    if group.context_length is not None and len(prompt_ids) >= group.context_length:
+        return f"has {len(prompt_ids)} tokens, the model takes {group.context_length}"
+    if group.rope_switch is not None:
+        depth = max((len(path) for arm in group.info.arms for path in arm.tree.paths), default=0)
+        try:
+            group.rope_switch.check(len(prompt_ids), options.max_new_tokens, depth)
+        except UserError as error:
+            return f"cannot be decoded exactly: {error.what}"
+    return None
 
 
 def measure_prompt(
@@ -154,8 +169,8 @@ def measure_prompt(
     for number, text in enumerate(prompt.turns if options.all_turns else prompt.turns[:1]):
         messages.append(("user", text))
         prompt_ids = group.render(messages)
-        if not _fits(group, prompt_ids):
-            skipped = f"turn {number + 1} has {len(prompt_ids)} tokens, the model takes {group.context_length}"
+        if refusal := _refusal(group, prompt_ids, options):
+            skipped = f"turn {number + 1} {refusal}"
             break
         # The seed follows the prompt, not its place, so that a record does not depend on how many prompts were taken.
         seed = options.seed + zlib.crc32(f"{prompt.id}/{number}".encode())

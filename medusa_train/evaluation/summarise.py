@@ -58,7 +58,7 @@ def summarise(
             source=suite.source,
             sha256=suite.sha256,
             available=options.available_prompts or len(suite.prompts),
-            used=len(suite.prompts),
+            used=len({record.prompt_id for _, records in measured for record in records if record.turns}),
             turns="all" if options.all_turns else "first",
         ),
         setup=Setup(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from medusa_train.errors import UserError
-from medusa_train.evaluation.journal import Journal, settings_hash
+from medusa_train.evaluation.journal import Journal, settings_hash, source_hash
 from tests.evaluation.made_up import arm_info, group_info, random_records
 
 SETTINGS = {"base": "b", "tokens": 8}
@@ -63,3 +63,16 @@ def test_a_damaged_line_is_named(tmp_path, line):
     with pytest.raises(UserError) as caught:
         Journal(tmp_path, SETTINGS)
     assert f"{journal.path}:3" in str(caught.value)
+
+
+def test_the_source_hash_follows_every_module(tmp_path):
+    package = tmp_path / "package"
+    (package / "inner").mkdir(parents=True)
+    (package / "inner" / "a.py").write_text("x = 1\n")
+    first = source_hash(package)
+    (package / "notes.txt").write_text("not a module")
+    assert source_hash(package) == first
+    (package / "inner" / "a.py").write_text("x = 2\n")
+    second = source_hash(package)
+    (package / "b.py").write_text("")
+    assert len({first, second, source_hash(package)}) == 3

@@ -207,6 +207,37 @@ def test_a_prompt_that_does_not_fit_is_left_out_by_name(tiny_checkpoint, prompt_
     report, _ = run(tiny_checkpoint, prompt_file, tmp_path, groups=narrow())
     assert report.arms[0].prompts == len(PROMPTS) - 1
     assert any("1 prompts were left out" in note for note in report.notes)
+    # Prompts that no arm answered are not said to have been used.
+    assert report.suite.used == len(PROMPTS) - 1
+
+
+def test_a_prompt_across_a_rope_border_is_left_out_by_name(tiny_checkpoint, prompt_file, tmp_path):
+    from medusa_train.decoding.stopping import RopeSwitch
+
+    def bordered():
+        for group in open_groups(ArmRequest((str(tiny_checkpoint),), dtype="float32", device="cpu"), OPTIONS):
+            longest = max(len(group.render([("user", text)])) for *_, text in PROMPTS)
+            # The stored tree is two deep: the longest prompt passes the border by one, every other one fits.
+            switch = RopeSwitch("dynamic", longest + OPTIONS.max_new_tokens + 2 - 1)
+
+            def arm(prompt_ids, limit, seed, on_tokens, real=group.arms[0], switch=switch):
+                switch.check(len(prompt_ids), limit, 2)
+                return real(prompt_ids, limit, seed, on_tokens)
+
+            yield dataclasses.replace(group, arms=(arm,), rope_switch=switch)
+
+    report, _ = run(tiny_checkpoint, prompt_file, tmp_path, groups=bordered())
+    assert report.arms[0].prompts == report.suite.used == len(PROMPTS) - 1
+    assert any("dynamic positions change" in note for note in report.notes)
+
+
+def test_a_changed_medusa_train_measures_again(tiny_checkpoint, prompt_file, tmp_path, monkeypatch):
+    run(tiny_checkpoint, prompt_file, tmp_path)
+    run(tiny_checkpoint, prompt_file, tmp_path)
+    assert len(list(tmp_path.glob("journal-*.jsonl"))) == 1
+    monkeypatch.setattr("medusa_train.evaluation.run.source_hash", lambda: "another program")
+    run(tiny_checkpoint, prompt_file, tmp_path)
+    assert len(list(tmp_path.glob("journal-*.jsonl"))) == 2
 
 
 def test_two_checkpoints_of_one_base_stand_side_by_side(tiny_checkpoint, prompt_file, tmp_path):
