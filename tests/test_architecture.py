@@ -28,7 +28,7 @@ ALLOWED = {
     "evaluation": LEAVES | {"dataset", "modeling", "checkpoint", "training", "decoding"},
     "cli": LEAVES | {"dataset", "modeling", "checkpoint", "training", "decoding", "evaluation"},
 }
-MAX_MODULE_LINES, MAX_FUNCTION_LINES = 330, 75
+MAX_MODULE_LINES, MAX_FUNCTION_LINES = 400, 75
 
 
 def station(path: Path) -> str:

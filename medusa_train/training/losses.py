@@ -90,11 +90,9 @@ def seen_tokens(input_ids_BT: Tensor, num_heads: int) -> Tensor:
     Where that lies past the end there is no target either; a 0 stands there. A target lies in the document of t, so the
     token before it does too.
     """
-    seen_KBT = input_ids_BT.new_zeros(num_heads, *input_ids_BT.shape)
-    length = input_ids_BT.shape[1]
-    for head in range(min(num_heads, length - 1)):
-        seen_KBT[head, :, : length - head - 1] = input_ids_BT[:, head + 1 :]
-    return seen_KBT
+    everything, one_document = torch.ones_like(input_ids_BT), torch.zeros_like(input_ids_BT)
+    seen = [shift_labels(input_ids_BT, everything, one_document, head + 1) for head in range(num_heads)]
+    return torch.stack(seen).clamp(min=0)
 
 
 def supervised_rows(labels_CBT: Tensor) -> tuple[Tensor, Tensor]:

@@ -392,7 +392,7 @@ def test_command_line(folder: Path, prompts: str, tmp_path: Path) -> None:
     assert "⟦" in shown.stdout and "head 4" in shown.stdout and "t+6" in shown.stdout
     assert "100.0%" in shown.stdout and "warning" not in shown.stdout
     cases = [
-        (words, "nothing to answer"),
+        ([*words, "--synthesize", "0"], "nothing to answer"),
         ([*words, "--prompts", str(tmp_path / "none.jsonl")], "no such file or folder"),
         ([*words, "--prompts", prompts, "--shard", "5/4"], "--shard 5/4"),
         ([*words, "--prompts", prompts, "--url", "http://x"], "--url goes with --backend server"),

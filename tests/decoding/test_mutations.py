@@ -20,8 +20,8 @@ MUTATIONS = {
     ),
     "calibration reads the hidden state at the root": (
         "calibrate",
-        "hidden_TD[start - 1 : end - 1]",
-        "hidden_TD[start:end]",
+        "before = slice(start - 1, end - 1)",
+        "before = slice(start, end)",
         "check_calibration_offset",
     ),
     "mask not shifted by the committed length": (
@@ -87,8 +87,8 @@ MUTATIONS = {
     ),
     "next guesses from the winner's predecessor": (
         "rounds",
-        "self.hidden_BD = hidden_BND[:, paths[0][-1]]",
-        "self.hidden_BD = hidden_BND[:, paths[0][-2] if len(paths[0]) > 1 else 0]",
+        "self.hidden_BD = hidden_BND[self.batch_B, acceptance.winner_B]",
+        "self.hidden_BD = hidden_BND[self.batch_B, self.d.buffers.parent_N[acceptance.winner_B]]",
         "check_frontier_is_the_winner",
     ),
     "next root from the winner's predecessor": (
